@@ -5,8 +5,9 @@ Run:     python simple_mnist_tpu.py --compile_for v5litepod-1
              any training script: it reports instead of training
          python aot_tpu.py SCRIPT --topology v5litepod-8,v6e-8 [script options]
              one row for each slice
-         python aot_tpu.py SCRIPT --topology v6e-8 --memory
-             does it fit? In seconds, without a price
+         python aot_tpu.py SCRIPT --topology v6e-8 --plan
+             does it fit, and about how long is a step? In seconds: planned,
+             not compiled
          python aot_tpu.py SCRIPT --topology v5litepod-1 --fit global_batch_size
              the largest value that fits
          python aot_tpu.py SCRIPT --topology v5litepod-8,v6e-8 --search
@@ -53,7 +54,7 @@ from pathlib import Path
 
 from tpu_compiler.compile import cache
 from tpu_compiler.compile.newest import NewestError, default_folder, make_environment
-from tpu_compiler.compile.planned import MEMORY_VARIABLE
+from tpu_compiler.compile.planned import PLAN_VARIABLE
 from tpu_compiler.decide.difference import compare, take_sides
 from tpu_compiler.decide.roofline import check_picture, draw
 from tpu_compiler.decide.search import ScriptError, compile_script, fit, with_option
@@ -68,7 +69,7 @@ from tpu_utils.options.virtual_slice import COMPILER_VARIABLE, check_private_int
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv, sides = take_sides(list(sys.argv[1:] if argv is None else argv))
-    arguments, options = make_parser().parse_known_args(argv)
+    arguments, options = make_parser().parse_known_args([word for word in argv if word != "--"])
     say = partial(print, file=sys.stderr if arguments.json else sys.stdout, flush=True)
     reports, found = [], True
     try:
@@ -100,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     finally:
         os.environ.pop(COMPILER_VARIABLE, None)
-        os.environ.pop(MEMORY_VARIABLE, None)
+        os.environ.pop(PLAN_VARIABLE, None)
     if calibration:
         reports = [with_calibration(report, calibration) for report in reports]
     prices = {} if arguments.search else terms.prices
@@ -129,7 +130,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--hlo", metavar="FILE", help="instead of a script: a program before XLA optimizes it")
     parser.add_argument("--topology", required=True, help="slices, separated by commas")
     parser.add_argument("--fit", metavar="FIELD", help="find the largest value of this integer option that fits")
-    parser.add_argument("--memory", action="store_true", help="memory alone: in seconds, where a price takes minutes")
+    parser.add_argument("--plan", action="store_true", help="seconds, not minutes: memory, and the step by roofline")
     parser.add_argument("--json", action="store_true", help="print the reports as a JSON list")
     parser.add_argument(
         "--program",
@@ -187,13 +188,11 @@ def check_command(
         raise ValueError("--search, --diff and --fit are three questions; ask one at a time")
     if sides and "," in arguments.topology:
         raise ValueError(f"--diff is for one slice; found --topology {arguments.topology}")
-    if arguments.memory:
-        for name in ("search", "diff", "picture", "program", "price"):
+    if arguments.plan:
+        for name in ("search", "diff", "picture", "program"):
             if getattr(arguments, name):
-                raise ValueError(
-                    f"--memory asks for memory alone, and --{name} needs a compiled program; leave one out"
-                )
-        os.environ[MEMORY_VARIABLE] = "1"
+                raise ValueError(f"--plan does not compile, and --{name} needs a compiled program; leave one out")
+        os.environ[PLAN_VARIABLE] = "1"
     check_target(arguments, options, sides)
     choose_cache(arguments.cache, arguments.no_cache)
     is_module = not arguments.hlo and names_a_module(arguments.script)

@@ -139,8 +139,8 @@ def runs_by_torch(installed: Mapping) -> bool:
 
 
 def check_gpu(dev_root: Path, installed: Mapping, limit: float) -> Check:
-    """The driver of an NVIDIA GPU, whether torch was built for it, and memory that others hold."""
-    from tpu_utils.base.gpus import has_cuda
+    """The driver of an NVIDIA GPU, torch's CUDA, whether they fit, and memory that others hold."""
+    from tpu_utils.base.gpus import OLDEST_DRIVERS, cuda_version
 
     if not any(dev_root.glob("nvidia[0-9]*")):
         return Check("gpu", "skip", "no NVIDIA GPU (/dev/nvidia0)")
@@ -149,14 +149,19 @@ def check_gpu(dev_root: Path, installed: Mapping, limit: float) -> Check:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=limit, check=True).stdout
         name, driver, *mib = answer.splitlines()[0].split(", ")
         used, total = (float(number) / 1024 for number in mib)
+        major = int(driver.partition(".")[0])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         return Check("gpu", "fail", f"its driver does not answer nvidia-smi: {error}", "sudo dmesg | grep -i nvidia")
     finding = f"{name}, driver {driver}, {used:.1f} of {total:.0f} GiB in use"
     if not runs_by_torch(installed):
         return Check("gpu", "ok", f"{finding}; only the torch.compile backend uses it: docs/torchtpu.md")
-    if not has_cuda():
+    if not (cuda := cuda_version()):
         fix = f"{PIP} install --force-reinstall torch=={installed['torch'].split('+')[0]}"
         return Check("gpu", "fail", f"{finding}; torch {installed['torch']} is built without CUDA", fix)
+    finding += f"; torch {installed['torch']} has CUDA {cuda}"
+    if major < (oldest := OLDEST_DRIVERS.get(cuda.partition(".")[0], 0)):
+        fix = f"nvidia-smi  # update this driver to {oldest} or newer, or install a torch of an older CUDA"
+        return Check("gpu", "fail", f"{finding}, which needs driver {oldest} or newer", fix)
     return judge("gpu", used < 1, finding, "nvidia-smi  # says which process holds its memory", serious=False)
 
 

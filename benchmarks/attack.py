@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 from processes import Script, run, start, waits
-from run_files import saved_steps
+from run_files import mark, saved_steps
 
 from benchmarks.children import ROOT, parser_for
 
@@ -89,17 +89,6 @@ def make_checkpoints(folder: Path, megabytes: int = 1):
             written.append({"name": name, "sums": sums, "shards": shards_by_path(part, name)})
         checkpoints._finish(copy, aside, written, {})
     return checkpoints
-
-
-def mark(folder: Path) -> None:
-    """A done marker that fits the files."""
-    from tpu_utils.base.writing import checksum_of
-
-    marker = json.loads((folder / "done").read_bytes())
-    marker["files"] = {
-        path.name: checksum_of(io.BytesIO(path.read_bytes())) for path in folder.iterdir() if path.name != "done"
-    }
-    (folder / "done").write_text(json.dumps(marker))
 
 
 def mutated(content: bytes, draw: random.Random) -> bytes:

@@ -1,11 +1,12 @@
 """Would the prediction have chosen what the clock chose? Decisions that others measured on v6e, asked of this tool.
 
-Run:     python benchmarks/decisions.py --memory
+Run:     python benchmarks/decisions.py
              asks of each setting of benchmarks/published/decisions.csv whether it
-             fits, seconds each, and keeps it in answers.csv beside it
-         nice python benchmarks/decisions.py --minutes 30
-             compiles those that fit and have no price yet, one at a time, and prints
-             the scores of all; begins no compile after 30 minutes; a stop loses one
+             fits and how long its step takes by roofline, seconds each, keeps both in
+             answers.csv beside it, and prints the scores of all
+         nice python benchmarks/decisions.py --compile --minutes 30
+             compiles those that fit, minutes each: their prices are the compiler's;
+             begins no compile after 30 minutes; a stop loses one
          python benchmarks/decisions.py --only 'D01*' --kind batch
              these decisions alone
          python benchmarks/decisions.py --minutes 0 --tables docs/results --picture docs/decisions.png
@@ -14,11 +15,12 @@ Run:     python benchmarks/decisions.py --memory
 Exit:    0; 1 where a compile failed: it is said, and the rest go on; 2 wrong usage.
 
 A decision is two settings, A and B, of a Llama 3 or Qwen3 of 8B, and what hardware said of both. Ours are
-transformer_tpu.py at the same shape: the kernels and the scheduler's flags differ. Where theirs has weights and Adam's
-moments in bfloat16 (column state), 6 bytes a parameter, ours has SGD, weights and momentum of 8 bytes: a quarter of it
-is taken from our memory.
+transformer_tpu.py at the same shape: the kernels and the scheduler's flags differ. Where theirs has weights, Adam's
+moments and gradients in bfloat16 (column state), 8 bytes a parameter, ours has SGD, whose weights, momentum and
+gradients are 12: the difference, half of our weights and momentum, is taken from our memory.
 
-Unrolled programs are compiled with 1 and 3 layers, and the rest is a straight line through both.
+Unrolled programs are planned with 2 and 8 layers, or compiled with 1 and 3, and the rest is a straight line through
+both.
 """
 
 import argparse
@@ -48,8 +50,9 @@ DECISIONS = ROOT / "benchmarks" / "published" / "decisions.csv"
 ANSWERS = DECISIONS.with_name("answers.csv")
 ALWAYS = "transformer_tpu.py --dataset tokens --precision bfloat16 --attention flash"
 LAYERS = {"llama3_8B": 32, "qwen3_8B": 36}
-SHORT = (1, 3)
-"""Layers of the two programs that stand for an unrolled one."""
+COMPILER, ROOFLINE = "compiler", "roofline"
+SHORT = {COMPILER: (1, 3), ROOFLINE: (2, 8)}
+"""Layers of the two programs that stand for an unrolled one: as many as its time allows."""
 TIE = 1.0
 """Percent of the measured change below which a decision counts for no sign."""
 STRONG = 3.0
@@ -81,22 +84,19 @@ class Decision:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What this tool said of one setting. ms: with communication, all hidden that the schedule hides; 0: no price."""
+    """What this tool said of one setting. by: compiler or roofline. ms: with communication, all hidden that can be."""
 
     slice: str
     setting: str
+    by: str
     ms: float
     needed_gib: float
     state_gib: float
     limit_gib: float
     seconds: float
 
-    @property
-    def needs_price(self) -> bool:
-        return not self.ms and self.needed_gib <= self.limit_gib
-
     def fits(self, state: str) -> bool:
-        spared = self.state_gib / 4 if state == "bfloat16" else 0.0
+        spared = self.state_gib / 2 if state == "bfloat16" else 0.0
         return 0 < self.needed_gib <= self.limit_gib + spared
 
 
@@ -112,15 +112,18 @@ def command_of(setting: str, slice_name: str, layers: int | None = None) -> list
     return command + (["--compiler_options", flags.strip()] if flags else [])
 
 
-def ask(setting: str, slice_name: str, more: Sequence[str] = ()) -> Answer:
-    """Compiles one setting. more: --memory, for memory alone. Raises RuntimeError with the last line that was said
-    where there is no report."""
+def ask(setting: str, slice_name: str, by: str) -> Answer:
+    """Plans or compiles one setting. Raises RuntimeError with the last line that was said where there is no report."""
     start = time.monotonic()
     depth = LAYERS[option_of(setting, "--model_size")]
-    short = () if "--scan_layers" in setting else SHORT
+    short = () if "--scan_layers" in setting else SHORT[by]
     reports = []
     for layers in short or (None,):
-        command = [sys.executable, *command_of(setting, slice_name, layers), *more]
+        command = [
+            sys.executable,
+            *command_of(setting, slice_name, layers),
+            *["--plan", "--no_cache"] * (by == ROOFLINE),
+        ]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if not done.stdout.strip():
             raise RuntimeError((done.stderr.strip().splitlines() or ["nothing was said"])[-1])
@@ -129,12 +132,13 @@ def ask(setting: str, slice_name: str, more: Sequence[str] = ()) -> Answer:
     def at_depth(values: Sequence[float]) -> float:
         if not short:
             return values[0]
-        return values[0] + (values[1] - values[0]) / (SHORT[1] - SHORT[0]) * (depth - SHORT[0])
+        return values[0] + (values[1] - values[0]) / (short[1] - short[0]) * (depth - short[0])
 
     state = [r["memory"].get("parameters", 0) + r["memory"].get("optimizer_state", 0) for r in reports]
     return Answer(
         slice=slice_name,
         setting=setting,
+        by=by,
         ms=round(at_depth([r["predicted_ms_all_hidden"] or 0.0 for r in reports]), 2),
         needed_gib=round(at_depth([r["peak_bytes"] / GIB for r in reports]), 3),
         state_gib=round(at_depth([size / GIB for size in state]), 3),
@@ -148,8 +152,8 @@ def read_decisions(path: Path = DECISIONS) -> list[Decision]:
         return [Decision(**row) for row in csv.DictReader(file)]
 
 
-def read_answers(path: Path) -> dict[tuple[str, str], Answer]:
-    """By slice and setting. Raises InputError for a file that this command did not write."""
+def read_answers(path: Path) -> dict[tuple[str, str, str], Answer]:
+    """By slice, setting and who priced it. Raises InputError for a file that this command did not write."""
     if not path.exists():
         return {}
     found = {}
@@ -157,8 +161,8 @@ def read_answers(path: Path) -> dict[tuple[str, str], Answer]:
         with path.open(newline="") as file:
             for row in csv.DictReader(file):
                 numbers = {n: float(row[n]) for n in ("ms", "needed_gib", "state_gib", "limit_gib", "seconds")}
-                answer = Answer(row["slice"], row["setting"], **numbers)
-                found[answer.slice, answer.setting] = answer
+                answer = Answer(row["slice"], row["setting"], row["by"], **numbers)
+                found[answer.slice, answer.setting, answer.by] = answer
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{path} is no table of answers: {error}; expected one that this command wrote") from error
     return found
@@ -175,40 +179,45 @@ def append(path: Path, answer: Answer) -> None:
         os.fsync(file.fileno())
 
 
-def compile_missing(decisions: Iterable[Decision], path: Path, minutes: float, memory: bool = False) -> int:
-    """How many settings could not be asked. memory: for memory alone, of those that have no answer."""
+def ask_missing(decisions: Iterable[Decision], path: Path, minutes: float, by: str) -> int:
+    """How many settings could not be asked. Those that do not fit by their plan are not compiled."""
     end = time.monotonic() + 60 * minutes
     failed, known = 0, read_answers(path)
     for key in dict.fromkeys((d.slice, s) for d in decisions for s in (d.a, d.b)):
-        answer = known.get(key)
-        if (answer and (memory or not answer.needs_price)) or time.monotonic() > end:
+        plan = known.get((*key, ROOFLINE))
+        in_vain = by == COMPILER and plan and plan.needed_gib > plan.limit_gib
+        if (*key, by) in known or in_vain or time.monotonic() > end:
             continue
         print(": ".join(key), file=sys.stderr, flush=True)
         try:
-            append(path, ask(key[1], key[0], ["--memory"] * memory))
+            append(path, ask(key[1], key[0], by))
         except RuntimeError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
             failed += 1
     return failed
 
 
-def compare(decision: Decision, known: dict[tuple[str, str], Answer]) -> dict | None:
-    """A row of the table: measured and predicted change in percent, and who fits. None before both are asked."""
-    pair = [known.get((decision.slice, setting)) for setting in (decision.a, decision.b)]
-    if None in pair:
+def compare(decision: Decision, known: dict[tuple[str, str, str], Answer]) -> dict | None:
+    """A row of the table: measured and predicted change in percent, and who fits. The compiler's prices where it has
+    one of both settings, else those of the roofline. None before both are asked."""
+    pairs = {
+        by: [known.get((decision.slice, setting, by)) for setting in (decision.a, decision.b)]
+        for by in (COMPILER, ROOFLINE)
+    }
+    if None in pairs[ROOFLINE]:
         return None
-    predicted = None
-    if all(answer.ms for answer in pair):
-        tokens = [
-            int(option_of(s, "--global_batch_size")) * int(option_of(s, "--sequence_length"))
-            for s in (decision.a, decision.b)
-        ]
-        predicted = (tokens[1] / pair[1].ms / (tokens[0] / pair[0].ms) - 1) * 100
+    by = COMPILER if all(answer and answer.ms for answer in pairs[COMPILER]) else ROOFLINE
+    tokens = [
+        int(option_of(s, "--global_batch_size")) * int(option_of(s, "--sequence_length"))
+        for s in (decision.a, decision.b)
+    ]
+    predicted = (tokens[1] / pairs[by][1].ms / (tokens[0] / pairs[by][0].ms) - 1) * 100
     row = dict(id=decision.id, kind=decision.kind, a=decision.setting_a, b=decision.setting_b)
-    row |= dict(measured=decision.measured, predicted=predicted, setting_a=decision.a, setting_b=decision.b)
-    for name, answer, said in zip("ab", pair, (decision.fits_a, decision.fits_b), strict=True):
-        row |= {f"fits_{name}": said, f"fits_{name}_predicted": "yes" if answer.fits(decision.state) else "no"}
-        row |= {f"gib_{name}": round(answer.needed_gib, 2), f"ms_{name}": answer.ms or None}
+    row |= dict(measured=decision.measured, predicted=predicted, by=by, setting_a=decision.a, setting_b=decision.b)
+    fits = (decision.fits_a, decision.fits_b)
+    for name, answer, plan, said in zip("ab", pairs[by], pairs[ROOFLINE], fits, strict=True):
+        row |= {f"fits_{name}": said, f"fits_{name}_predicted": "yes" if plan.fits(decision.state) else "no"}
+        row |= {f"gib_{name}": round(plan.needed_gib, 2), f"ms_{name}": answer.ms}
     return row
 
 
@@ -261,7 +270,7 @@ def as_csv(lines: Iterable[Sequence[str]]) -> bytes:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--answers", type=Path, metavar="FILE", default=ANSWERS, help=f"default: {ANSWERS.name}")
-    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--tables", type=Path, metavar="DIR")
     parser.add_argument("--picture", type=Path, metavar="FILE")
     parser.add_argument("--only", default="*", metavar="ID", help="a decision, or a pattern such as D01*")
@@ -273,7 +282,7 @@ def main() -> int:
     ]
     if not decisions:
         raise InputError(f"no decision is {given.only} of kind {given.kind}; {DECISIONS.name} lists them")
-    failed = compile_missing(decisions, given.answers, given.minutes, given.memory)
+    failed = ask_missing(decisions, given.answers, given.minutes, COMPILER if given.compile else ROOFLINE)
     known = read_answers(given.answers)
     rows = [row for row in (compare(decision, known) for decision in decisions) if row]
     kinds = sorted({row["kind"] for row in rows})

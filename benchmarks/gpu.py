@@ -1,4 +1,6 @@
-"""GPT-2 124M on one GPU: this project's step on the torch.compile backend, and what users would write or pick instead.
+"""Training steps on one GPU: this project's on the torch.compile backend, and what users would write or pick instead.
+
+GPT-2 124M, 8 layers of Llama 3.2 1B, ResNet-50.
 
 Run:     python benchmarks/gpu.py --out gpu.json
          python benchmarks/gpu.py --rows 'gpt2_8.*'       # these rows; --list prints all names
@@ -8,8 +10,9 @@ Exit:    0; 1 where no row was measured. A row that fails, runs out of memory
          or of time, or lacks a package says so, and the rest go on.
 
 Every program is a process of its own, one after the other. A number is the median of 3 groups of 20 steps, each ended
-by one wait for the GPU. bfloat16 products, float32 weights, random tokens, AdamW, gradients clipped at norm 1. MFU
-counts 6 N + 12 L d T FLOPs a token, of the shape that ours has, over the data sheet's dense bfloat16 peak.
+by one wait for the GPU. bfloat16 products, float32 weights, random tokens, AdamW, gradients clipped at norm 1; ResNet:
+random pictures, SGD. MFU counts 6 N + 12 L d T FLOPs a token, of the shape that ours has, and three forward passes of a
+picture, over the data sheet's dense bfloat16 peak.
 """
 
 import argparse
@@ -36,16 +39,28 @@ from tpu_utils.base.gpus import gpu_named
 from tpu_utils.base.writing import write_atomically
 
 EXCEPTION = re.compile(r"error: |[\w.]+(Error|Exception|Interrupt)\b")
-GPT2 = MODEL_SIZES["124M"]
-TINY = dataclasses.replace(GPT2, num_layers=2, num_heads=2, embedding_dim=64, sequence_length=64, vocab_size=500)
+TINY = dict(num_layers=2, num_heads=2, embedding_dim=64, sequence_length=64, vocab_size=500)
+SHAPES = {
+    "gpt2": MODEL_SIZES["124M"],
+    "llama": dataclasses.replace(MODEL_SIZES["llama3_1B"], num_layers=8, sequence_length=2048),
+}
+TINY_SHAPES = {
+    "gpt2": dataclasses.replace(MODEL_SIZES["124M"], **TINY),
+    "llama": dataclasses.replace(MODEL_SIZES["llama_tiny"], vocab_size=500),
+}
+PICTURE_FLOPS = 3 * 2 * 4.09e9
+"""A training step of ResNet-50 for one picture of 224 x 224: 4.09 G products and sums forward, as torchvision says."""
 WAYS = {
     "ours": "this project",
     "ours_any_order": "this project, --no_deterministic",
     "nanogpt": "nanoGPT's way",
     "hugging_face": "Hugging Face",
     "jax": "plain JAX",
+    "usual": "torchvision, the usual loop",
 }
-ROWS = [f"gpt2_{batch}.{way}" for batch in (8, 32) for way in WAYS if (batch, way) != (32, "ours_any_order")]
+ROWS = [f"gpt2_8.{way}" for way in WAYS if way != "usual"]
+ROWS += [f"gpt2_32.{way}" for way in ("ours", "nanogpt", "hugging_face", "jax")]
+ROWS += ["llama_4.ours", "llama_4.hugging_face", "resnet_256.ours", "resnet_256.usual"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +74,9 @@ class Task:
     ours: str
 
     @property
-    def shape(self) -> ModelShape:
-        return TINY if self.tiny else GPT2
+    def shape(self) -> ModelShape | None:
+        """None: pictures for a ResNet-50."""
+        return (TINY_SHAPES if self.tiny else SHAPES).get(self.row.partition("_")[0])
 
     @property
     def way(self) -> str:
@@ -68,13 +84,27 @@ class Task:
 
     @property
     def batch(self) -> int:
-        batch = int(self.row.removeprefix("gpt2_").partition(".")[0])
-        return batch // 4 if self.tiny else batch
+        batch = int(self.row.partition("_")[2].partition(".")[0])
+        return max(2, batch // (4 if self.shape else 64)) if self.tiny else batch
 
     @property
-    def tokens(self) -> int:
-        """Tokens of a step."""
-        return self.batch * self.shape.sequence_length
+    def side(self) -> int:
+        """Pixels along a side of a picture."""
+        return 32 if self.tiny else 224
+
+    @property
+    def size(self) -> str:
+        return f"{self.batch} x {self.shape.sequence_length:,}" if self.shape else f"{self.batch} x {self.side}^2"
+
+    @property
+    def examples(self) -> int:
+        """Tokens or pictures of a step."""
+        return self.batch * (self.shape.sequence_length if self.shape else 1)
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of a token or picture."""
+        return self.shape.flops_per_token if self.shape else PICTURE_FLOPS * (self.side / 224) ** 2
 
     @property
     def options(self) -> str:
@@ -98,7 +128,7 @@ def read_card() -> str:
 def versions() -> dict[str, str]:
     """{package: version} of those that are installed."""
     found = {}
-    for name in ("torch", "triton", "transformers", "jax"):
+    for name in ("torch", "triton", "torchvision", "transformers", "jax"):
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
@@ -138,24 +168,24 @@ def reason_in(errors: str) -> str:
 
 def row_of(task: Task, card: str, result: dict) -> dict:
     """What is printed of a row."""
-    row = {"row": task.row, "size": f"{task.batch} x {task.shape.sequence_length:,}", "way": WAYS[task.way]} | result
+    row = {"row": task.row, "size": task.size, "way": WAYS[task.way]} | result
     if "skipped" in result:
         return row
     row["step_ms"] = statistics.median(result["groups_ms"])
-    row["tokens_per_second"] = task.tokens / row["step_ms"] * 1e3
-    row["tflops"] = row["tokens_per_second"] * task.shape.flops_per_token / 1e12
+    row["per_second"] = task.examples / row["step_ms"] * 1e3
+    row["tflops"] = row["per_second"] * task.flops / 1e12
     known = gpu_named(card.partition(", ")[0])
     row["mfu"] = row["tflops"] / known.bf16_tflops if known and task.device == "gpu" else None
     return row
 
 
 def table(rows: list[dict]) -> str:
-    heads = "batch,way,ms a step (groups),tokens/s,TFLOP/s,MFU,peak GiB,reserved GiB,first step s,said".split(",")
+    heads = "row,batch,way,ms a step (groups),a second,TFLOP/s,MFU,peak GiB,reserved GiB,first step s,said".split(",")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    forms = {"tokens_per_second": ",.0f", "tflops": ".1f", "mfu": ".1%", "peak_gib": ".2f", "reserved_gib": ".2f"}
+    forms = {"per_second": ",.0f", "tflops": ".1f", "mfu": ".1%", "peak_gib": ".2f", "reserved_gib": ".2f"}
     forms["first_step_seconds"] = ".1f"
     for row in rows:
-        cells = [row["size"], row["way"]]
+        cells = [row["row"].partition("_")[0], row["size"], row["way"]]
         if "skipped" in row:
             lines.append(f"| {' | '.join(cells)} | skipped: {row['skipped'].replace('|', '/')} |")
             continue

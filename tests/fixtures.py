@@ -17,29 +17,12 @@ import torch_xla
 torch.set_num_threads(1)  # as the scripts that tests start
 
 # the longest first: of two workers none is left alone with one of them at the end
-LONGEST = (
-    "cluster",
-    "torch_compile_backend",
-    "docs",
-    "aot_tpu",
-    "any_slice",
-    "transformer_tpu",
-    "distributed",
-    "simple_mnist",
-    "speedrun",
-    "calibrate",
-    "aot_modules",
-    "torture",
-    "page",
-    "onnx",
-    "storage",
-    "gpt_parity",
-    "nonfinite",
-)
+LONGEST = "cluster lessons torch_compile_backend docs aot_tpu any_slice transformer_tpu distributed simple_mnist"
+LONGEST += " speedrun gpu_benchmark calibrate aot_modules torture page onnx storage gpt_parity nonfinite"
 
 
 def pytest_collection_modifyitems(items):
-    order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    order = {f"test_{name}": place for place, name in enumerate(LONGEST.split())}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 

@@ -25,14 +25,7 @@ PRELOADED = [
     *("torch", "torch_xla", "torch_xla.runtime", "torch_xla.distributed.spmd", "torch_xla.distributed.xla_backend"),
     *("torch_xla.experimental.scan", "torch_xla.debug.profiler", "safetensors.torch"),
     *("torch.utils.tensorboard", "torch.utils.tensorboard.summary", "torch.utils.flop_counter", "functorch.compile"),
-    *(
-        "torch.nn.parallel",
-        "jax",
-        "jax.experimental.topologies",
-        "numpy",
-        "tyro",
-        "tqdm",
-    ),
+    *("torch.nn.parallel", "jax", "jax.experimental.topologies", "numpy", "tyro", "tqdm"),
     *("sklearn.datasets", "sklearn.model_selection", "matplotlib.figure", "google.cloud.storage"),
 ]
 os.environ["JAX_PLATFORMS"] = "cpu"  # jax reads it when it is imported, which is before the fork
@@ -112,12 +105,8 @@ class Script:
         self._made = tempfile.TemporaryDirectory(prefix="script_", ignore_cleanup_errors=True)  # gone with this object
         self._texts = {name: output or Path(self._made.name, name) for name in ("out", "err")}
         self.arguments = [str(argument) for argument in (arguments[1:] if arguments[0] == "-m" else arguments)]
-        settings = (
-            self.arguments,
-            environment_with(environment, self.arguments),
-            str(folder),
-            *map(str, self._texts.values()),
-        )
+        files = [str(path) for path in self._texts.values()]
+        settings = (self.arguments, environment_with(environment, self.arguments), str(folder), *files)
         self._process = _forking.Process(target=_child, args=settings, daemon=True)
         self._process.start()
         self.pid = self._process.pid

@@ -1,11 +1,13 @@
 """What a run has written, and a run in the tests' own process."""
 
+import io
 import json
 from pathlib import Path
 
 import torch
 from torch.utils._pytree import tree_map
 
+from tpu_utils.base.writing import checksum_of
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.checkpoint.loading import CheckpointReader
 from tpu_utils.checkpoint.saved import read_checkpoint
@@ -29,6 +31,14 @@ def in_process(*argv: object) -> int:
 def reader_of(checkpoints: Checkpoints) -> CheckpointReader:
     """A reader of the checkpoints that it writes, or another process has written."""
     return CheckpointReader(checkpoints.folder, checkpoints._peers, checkpoints._mirror, checkpoints.run_id)
+
+
+def mark(folder: Path) -> None:
+    """Makes a checkpoint's done marker fit its files, as anyone can write it."""
+    marker = json.loads((folder / "done").read_bytes())
+    files = [path for path in folder.iterdir() if path.name != "done"]
+    marker["files"] = {path.name: checksum_of(io.BytesIO(path.read_bytes())) for path in files}
+    (folder / "done").write_text(json.dumps(marker))
 
 
 def state_in(folder: Path) -> dict:

@@ -118,7 +118,6 @@ def colour_images(dtype) -> ImageDataset:
 
 
 # --------------------------------------------------------------------------------------------------------- the matrix
-
 MODELS, DTYPES = (Perceptron, Residual, Vision), ("uint8", "float32")
 CELLS = {f"{kind.__name__}-{dtype}": (kind, dtype) for kind in MODELS for dtype in DTYPES}
 CELLS["Dropping-float32"] = Dropping, "float32"

@@ -199,18 +199,8 @@ def checkout(tmp_path_factory):
     """The project in a folder of its own, which the commands of all pages share, in their order."""
     folder = tmp_path_factory.mktemp("pages") / "checkout"
     folder.mkdir()
-    folders = (
-        "images",
-        "language",
-        "tpu_utils",
-        "tpu_compiler",
-        "tools",
-        "cluster",
-        "browser",
-        "benchmarks",
-        "lessons",
-    )
-    for path in [*ROOT.glob("*.py"), *(ROOT / name for name in folders)]:
+    folders = "images language tpu_utils tpu_compiler tools cluster browser benchmarks lessons"
+    for path in [*ROOT.glob("*.py"), *(ROOT / name for name in folders.split())]:
         (folder / path.name).symlink_to(path)
     (folder / "input.txt").write_text("To be, or not to be: that is the question.\n" * 400)
     return folder

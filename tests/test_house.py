@@ -98,8 +98,6 @@ def closure_of(name: str) -> set[str]:
 
 
 # -------------------------------------------------------------------------------------------------------------- streets
-
-
 def test_eight_files_on_the_top_level_and_no_street_that_is_not_named():
     assert sorted(path.stem for path in ROOT.glob("*.py")) == sorted(
         name for name in OURS if "." not in name and (name.endswith("_tpu") or name == "config")
@@ -227,32 +225,11 @@ def test_both_backends_have_the_names_that_others_import():
     assert imported & torch_compile <= xla, imported & torch_compile - xla
 
 
-BEFORE_TORCH = [
-    "config",
-    "language.options.transformer_options",
-    "language.tasks.questions",
-    "language.tasks.scores",
-    "setup_tpu",
-    "tpu_utils.options.environment",
-    "tpu_utils.record.run_dir",
-]
-BEFORE_TORCH += [
-    f"images.{name}" for name in ("arrays", "array_files", "mnist", "mnist_files", "cifar", "cifar_config")
-]
-BEFORE_TORCH += [
-    f"language.data.{name}"
-    for name in (
-        "tokens",
-        "text",
-        "synthetic",
-        "chat",
-        "stream",
-        "llmc_files",
-        "preparations",
-        "tokenizer",
-        "stream_files",
-    )
-]
+BEFORE_TORCH = ["config", "setup_tpu", "tpu_utils.options.environment", "tpu_utils.record.run_dir"]
+BEFORE_TORCH += ["language.options.transformer_options", "language.tasks.questions", "language.tasks.scores"]
+BEFORE_TORCH += [f"images.{name}" for name in "arrays array_files mnist mnist_files cifar cifar_config".split()]
+DATA = "tokens text synthetic chat stream llmc_files preparations tokenizer stream_files"
+BEFORE_TORCH += [f"language.data.{name}" for name in DATA.split()]
 
 
 @pytest.mark.parametrize("name", BEFORE_TORCH)
@@ -280,8 +257,6 @@ def test_a_training_script_is_imported_by_nobody():
 
 
 # -------------------------------------------------------------------------------------------------------------- scripts
-
-
 @pytest.mark.parametrize("script", MOST_LINES)
 def test_a_script_reads_like_an_example(script):
     tree = tree_of(ROOT / f"{script}.py")
@@ -337,7 +312,6 @@ def depth_of(node: ast.AST) -> int:
 
 
 # ------------------------------------------------------------------------------------------------------------ functions
-
 TAKES_THE_PLACE_OF_TORCHS = {"tpu_utils.device.batch_norm.normalize"}
 """With the signature of the function in torch.nn.functional."""
 
@@ -365,8 +339,6 @@ def test_a_function_has_at_most_8_parameters():
 
 
 # ---------------------------------------------------------------------------------------------------- files are data
-
-
 def test_benchmarks_find_what_they_import():
     """Two had been left looking for helpers of tests where these no longer are."""
     for path in sorted((ROOT / "benchmarks").glob("*.py")):
@@ -395,7 +367,6 @@ def test_nothing_here_runs_what_it_reads(folder):
 
 
 # ---------------------------------------------------------------------------------------------------------------- words
-
 PAGES = [ROOT / "README.md", ROOT / "CLAUDE.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES += [ROOT / street / "README.md" for street in NEIGHBOURS]
 

@@ -8,7 +8,7 @@ import types
 from pathlib import Path
 
 import pytest
-from processes import ROOT, environment_with, run
+from processes import COMPILED, ROOT, environment_with, run
 
 from lessons import notebooks
 
@@ -119,7 +119,7 @@ FIRST_HOUR = notebooks.FOLDER / "first_hour_on_colab_and_kaggle.py"
 )
 def test_the_first_hour_in_pretended_surroundings(place, variables, tmp_path, monkeypatch):
     """Its folders are in tmp_path, git and pip are pretended; the doctor, trainings, kill and resumption are real."""
-    for name, value in variables.items():
+    for name, value in {**variables, "XLA_FLAGS": COMPILED}.items():  # convolutions: not as this process has it
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.setitem(sys.modules, "google.colab", types.ModuleType("google.colab"))

@@ -75,7 +75,7 @@ class EvaluateConfig:
     """Data type of weights and computation. auto: that of the run, or of the files."""
     int8: bool = False
     """Matrices in int8 with a scale for each output column."""
-    device: Literal["auto", "tpu", "cpu"] = "auto"
+    device: Literal["auto", "tpu", "gpu", "cpu"] = "auto"
     """auto uses a TPU if one is attached, else the XLA CPU backend."""
     devices: Literal["one", "rows", "weights"] = "one"
     """rows: each device of this host has all weights, and scores some rows. weights: all share heads, MLP and

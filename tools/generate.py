@@ -57,7 +57,7 @@ class GenerateConfig(SamplingOptions):
     """Data type of weights and computation. auto: that of the run, or of the files."""
     int8: bool = False
     """Matrices in int8 with a scale for each output column: half the bytes of bfloat16, at some error of the logits."""
-    device: Literal["auto", "tpu", "cpu"] = "auto"
+    device: Literal["auto", "tpu", "gpu", "cpu"] = "auto"
     """auto uses a TPU if one is attached, else the XLA CPU backend."""
     devices: Literal["one", "all"] = "one"
     """all: those of this host share the heads, the MLP and the vocabulary, so each reads its part of weights and cache.

@@ -22,9 +22,10 @@ from tpu_compiler.compile import compiling
 from tpu_compiler.compile.cache import Cache, digest
 from tpu_compiler.compile.compiling import Compiled, compile_elsewhere, compile_program, host_peak_gib, program_inputs
 from tpu_compiler.compile.newest import CHILD, compile_there, environment_versions
-from tpu_compiler.compile.planned import MEMORY_VARIABLE, planned_memory
+from tpu_compiler.compile.planned import PLAN_VARIABLE, plan_program
 from tpu_compiler.compile.traced import Traced
 from tpu_compiler.decide.search import OUTPUT_VARIABLE
+from tpu_compiler.estimate.plan_prices import corner_share, with_prices
 from tpu_compiler.estimate.reading import (
     HOST,
     group_modules,
@@ -37,7 +38,7 @@ from tpu_compiler.estimate.reading import (
     read_slice_transfers,
     shape_bytes,
 )
-from tpu_compiler.estimate.report import MEMORY_ALONE, Report
+from tpu_compiler.estimate.report import PLANNED, Report
 from tpu_compiler.estimate.rules import moved_bytes, ruled_ms
 from tpu_compiler.estimate.schedule import exposed_ms, read_host_transfers
 from tpu_utils.base.hardware import GIB, Topology, parse_topology
@@ -75,28 +76,26 @@ def ask_compiler(
     name = f"program_{program_key(traced, topology, options, versions)}" if cache else ""
     compiled = cache.read(name, Compiled) if cache else None
     facts["from_cache"] = compiled is not None
-    memory_alone = compiled is None and bool(os.environ.get(MEMORY_VARIABLE))
-    if compiled is None and not memory_alone and (expected := expected_time(settings or {})):
+    planned = compiled is None and bool(os.environ.get(PLAN_VARIABLE))
+    if compiled is None and not planned and (expected := expected_time(settings or {})):
         print(f"{expected} for {topology.name}", file=sys.stderr, flush=True)
     try:
-        if memory_alone:
+        if planned:
             python = newest / "bin" / "python" if newest else Path(sys.executable)
-            plan = partial(planned_memory, python)
+            plan = partial(plan_program, python)
             compiled = compile_elsewhere(plan, traced, topology, options, takes_minutes=False)
         if compiled is None and newest:
             compiled = compile_elsewhere(partial(compile_there, newest), traced, topology, options)
         compiled = compiled or compile_program(traced, topology, options)
     except JaxRuntimeError as error:
         return _refused(str(error), traced, facts | {"compile_seconds": time.monotonic() - start}), ""
-    if cache and not facts["from_cache"] and not memory_alone:
+    if cache and not facts["from_cache"] and not planned:
         cache.write(name, compiled)
-    if memory_alone:
-        memory = read_memory(compiled, parse_program(compiled.text), traced.roles)
-        peak = sum(memory.values())
-        fits = peak <= facts["limit_bytes"]
-        facts |= dict(compile_seconds=compiled.seconds, compiler_peak_bytes=compiled.peak_bytes)
-        return Report(**facts, compiles=False, fits=fits, reason=MEMORY_ALONE, peak_bytes=peak, memory=memory), ""
-    result = _accepted(compiled, traced, topology, facts, examples)
+    if planned:
+        compiled = dataclasses.replace(compiled, text=with_prices(compiled.text, topology))
+    result = _accepted(compiled, traced, topology, facts, examples, corner_share(topology) if planned else 1.0)
+    if planned:
+        return dataclasses.replace(result, compiles=False, fits=not result.over_bytes, reason=PLANNED), ""
     if result.over_bytes:  # libtpu 0.0.21 leaves the arguments out of its own check
         result = dataclasses.replace(result, fits=False, reason=f"needs {result.memory_text}")
     return result, compiled.text
@@ -115,8 +114,11 @@ def expected_time(settings: dict) -> str:
     return f"compiling {what}, up to {minutes} minutes on two free cores,"
 
 
-def _accepted(compiled: Compiled, traced: Traced, topology: Topology, facts: dict, examples: int | None) -> Report:
-    """The report when the compiler accepts, read from the compiled program."""
+def _accepted(
+    compiled: Compiled, traced: Traced, topology: Topology, facts: dict, examples: int | None, link_share: float
+) -> Report:
+    """The report when the compiler accepts, read from the compiled program. link_share: of the links' bandwidth that
+    collectives have."""
     hardware = topology.hardware
     devices = facts["devices"]
     model_flops = facts["model_flops"]
@@ -144,12 +146,12 @@ def _accepted(compiled: Compiled, traced: Traced, topology: Topology, facts: dic
         # the compiler counts the body of a loop once, so there is nothing to compare
         flops_ratio=compiled.flops * devices / model_flops if model_flops and not loops else None,
         collectives=collectives,
-        communication_lower_bound_ms=sent / hardware.link_gb_per_s / 1e6,
+        communication_lower_bound_ms=sent / (link_share * hardware.link_gb_per_s) / 1e6,
         slice_transfers=read_slice_transfers(computations, topology.num_slices),
         network_gb_per_s=to_other_slices,
         host_transfers=host,
         host_transfer_ms=host_bytes / hardware.host_gb_per_s / 1e6 if hardware.host_gb_per_s else 0.0,
-        exposed_ms=exposed_ms(computations, topology, devices),
+        exposed_ms=exposed_ms(computations, topology, devices, link_share),
         estimated_ms=seconds * 1e3,
         estimated_per_second=examples / seconds if examples and seconds else None,
         estimated_mfu=model_flops / (seconds * peak_flops) if model_flops and seconds else None,
@@ -177,8 +179,14 @@ def traced_hash(traced: Traced, topology: Topology, options: dict[str, str] | No
 
 
 def facts_of_inputs(traced: Traced) -> list:
-    values = dataclasses.asdict(traced)
-    return [value for name, value in values.items() if name not in ("hlo", "seconds")]
+    """Every field but hlo and seconds. One with a default counts where it says more: a new field moves no kept hash."""
+    counted = ("roles", "donated", "shardings", "partitions", "replicas")
+    facts = [getattr(traced, name) for name in counted]
+    for field in dataclasses.fields(traced):
+        value = getattr(traced, field.name)
+        if field.name not in (*counted, "hlo", "seconds") and value != field.default:
+            facts.append([field.name, value])
+    return facts
 
 
 def read_by_libtpu() -> list[str]:

@@ -265,16 +265,12 @@ def test_200_greedy_tokens_are_those_of_xla(tmp_path, kind):
         source, given = hugging_face_folder(tmp_path / "hf", STRETCHED), "--hf"
     else:
         (tmp_path / "input.txt").write_text("To be, or not to be: that is the question.\n" * 400)
-        size = [
-            "--embedding_dim=64",
-            "--num_layers=2",
-            "--sequence_length=256",
-            "--global_batch_size=4",
-            "--eval_batches=1",
-        ]
+        size = ["--embedding_dim=64", "--num_layers=2", "--sequence_length=256", "--global_batch_size=4"]
         source, given = tmp_path / "run", "--run_dir"
         data = ["--dataset=text", "--data_dir", tmp_path, "--train_data=input.txt", "--run_dir", source]
-        done = run("transformer_tpu.py", "--device=cpu", *data, *size, "--num_steps=30", "--warmup_steps=2")
+        done = run(
+            "transformer_tpu.py", "--device=cpu", *data, *size, "--eval_batches=1", "--num_steps=30", "--warmup_steps=2"
+        )
         assert done.returncode == 0, done.stderr
     done = run("browser.export", source, tmp_path / "out")
     assert done.returncode == 0 and "of PyTorch's in float32" in done.stdout, done.stderr

@@ -5,21 +5,13 @@ import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-DEVICE_VARIABLES = ("PJRT_DEVICE", "CPU_NUM_DEVICES", "XLA_FLAGS", "XLA_USE_SPMD")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+from processes import DEVICE_VARIABLES, ROOT, free_port
 
 
 def below(top: int) -> dict[int, str]:
@@ -59,17 +51,11 @@ class Nodes:
         self.folder = Path(tempfile.mkdtemp(prefix="rn_", dir="/tmp"))  # short: Ray makes sockets below it
         self.folder.chmod(0o755 if is_open else 0o700)
         self.token = secrets.token_hex(32)
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith("RAY_") and name not in DEVICE_VARIABLES
-        }
+        names = [name for name in os.environ if not name.startswith("RAY_") and name not in DEVICE_VARIABLES]
+        kept = {name: os.environ[name] for name in names}
         ours = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token, "RAY_USAGE_STATS_ENABLED": "0"}
-        ours |= {
-            "XDG_CACHE_HOME": str(self.folder / "cache"),
-            "PATH": f"{Path(sys.executable).parent}:{kept['PATH']}",
-            "RAY_ENABLE_IPV6": "0",
-        }
+        ours |= {"XDG_CACHE_HOME": str(self.folder / "cache"), "RAY_ENABLE_IPV6": "0"}
+        ours |= {"PATH": f"{Path(sys.executable).parent}:{kept['PATH']}"}
         self.environment = kept | ours | {name: str(value) for name, value in variables.items()}
         self.gcs, self.port = free_port(), free_port()
         self.address = f"http://127.0.0.1:{self.port}"

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from processes import COMPILED, ROOT, environment_with, run
 from ray_nodes import Nodes, below, listening
+from reports import a_report
 from run_files import losses_in, state_in
 
 from cluster.command import check_run, parse
@@ -112,24 +113,13 @@ def test_without_ray_it_says_how_to_get_it(tmp_path):
 
 def test_what_does_not_fit_is_refused_before_it_is_queued(monkeypatch, capsys, tmp_path):
     from cluster import command
-    from tpu_compiler.estimate.report import Report
     from tpu_utils.base.errors import run_script
 
     asked = []
 
     def answer(script, topology, options, *rest):
         asked.append((Path(script).name, topology, options))
-        sizes = dict(peak_bytes=20 << 30, limit_bytes=16 << 30)
-        return Report(topology=topology, devices=4, compiles=False, fits=False, **sizes, **needed(Report, sizes))
-
-    def needed(kind, given):
-        import dataclasses
-
-        kinds = {"str": "", "int": 1, "float": 1.0, "dict": {}, "list": [], "bool": False}
-        named = {"topology", "devices", "compiles", "fits", *given}
-        missing = [f for f in dataclasses.fields(kind) if f.name not in named]
-        missing = [f for f in missing if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
-        return {f.name: kinds[str(getattr(f.type, "__name__", f.type)).split("[")[0]] for f in missing}
+        return a_report(topology=topology, compiles=False, fits=False, peak_bytes=20 << 30, limit_bytes=16 << 30)
 
     from cluster import admission
 

@@ -273,9 +273,7 @@ def test_a_large_working_folder_is_refused_with_the_largest_named(tmp_path):
     for name in ("weights/w.bin", "runs/x/big", ".venv/lib/big", "secret/big"):
         with (tmp_path / name).open("wb") as file:
             file.truncate(10 << 30)  # sparse
-    with pytest.raises(
-        ValueError, match=r"holds 10,240 MiB, expected code: at most 64 MiB; largest: weights/ 10,240 MiB"
-    ):
+    with pytest.raises(ValueError, match=r"holds 10,240 MiB, expected code: at most 64 MiB; largest: weights/ 10,240"):
         check_folder(tmp_path)
     (tmp_path / "weights/w.bin").unlink()
     assert check_folder(tmp_path).files == [tmp_path / ".gitignore", tmp_path / "script.py"]

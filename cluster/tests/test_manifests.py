@@ -5,6 +5,7 @@ gcloud, xpk, kubectl and docker are functions of a bash that note how they were 
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import re
@@ -74,8 +75,6 @@ def by_kubernetes(word: str) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ text
-
-
 awkward = st.sampled_from(
     ["$(HOME)", "$$", "$$(A)", "`id`", "'", '"', "a b", "", "\\n", "\n", "\t", "é雪🙂", "1e-3", "~"]
 )
@@ -98,23 +97,7 @@ CORE = {  # schema of YAML 1.2, which Kubernetes's parsers follow in part: no pl
     "int": r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+",
     "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
 }
-NUMBERS = [
-    "1e-3",
-    "1e3",
-    "0o17",
-    "0x1F",
-    "1_000",
-    "12:30:00",
-    ".5",
-    "-.inf",
-    "NaN",
-    "no",
-    "Off",
-    "y",
-    "<<",
-    "=",
-    "2026-01-01",
-]
+NUMBERS = "1e-3 1e3 0o17 0x1F 1_000 12:30:00 .5 -.inf NaN no Off y << = 2026-01-01".split()
 
 
 leaves = awkward | st.sampled_from(NUMBERS) | st.booleans() | st.integers(-9, 9)
@@ -136,8 +119,6 @@ def test_yaml_is_read_back(value):
 
 
 # ------------------------------------------------------------------------------------------------ the arguments arrive
-
-
 def line_of(calls: list, *start: str) -> list[str]:
     (call,) = [call for call in calls if call[: len(start)] == list(start)]
     return call
@@ -182,11 +163,8 @@ def words_of(command: str, home) -> list[str]:
 def test_the_hosts_of_a_queued_resource_get_the_arguments(line, home):
     """Through two shells: the reader's, and that of ssh."""
     calls = calls_of(text_of("queued-resource", script=["--", "aot_tpu.py", *line]), home)
-    commands = [
-        call[-1].removeprefix("--command=") for call in calls if call[1:5] == ["compute", "tpus", "tpu-vm", "ssh"]
-    ]
-    (start,) = [command for command in commands if "nohup" in command]
-    assert words_of(start, home) == ["aot_tpu.py", *line]
+    (start,) = [call[-1] for call in calls if call[1:5] == ["compute", "tpus", "tpu-vm", "ssh"] and "nohup" in call[-1]]
+    assert words_of(start.removeprefix("--command="), home) == ["aot_tpu.py", *line]
 
 
 @settings(few, max_examples=25)
@@ -210,8 +188,6 @@ def test_a_run_on_ray_gets_the_arguments(line, home):
 
 
 # ------------------------------------------------------------------------------------------------ it fits together
-
-
 def zone_of(generation: str) -> str:
     return ZONES[generation][0]
 
@@ -229,20 +205,15 @@ def test_bash_understands_it_and_what_is_created_is_deleted(kind, options, tmp_p
         assert any(verb in call for call in calls)
 
     def named(verb: str) -> list[tuple]:
-        """What it is done to: the words beside the verb, up to the first option."""
-        done = [
-            call[: next((i for i, word in enumerate(call) if word.startswith("--")), None)]
-            for call in calls
-            if verb in call
-        ]
-        done = [[word for word in call if word not in (verb, "workload-policy")] for call in done]
-        return [
-            (*call, *after(full, "--cluster")) for call, full in zip(done, [c for c in calls if verb in c], strict=True)
-        ]
+        """What gcloud and xpk do it to: the words beside the verb up to the first option, and the cluster."""
+        found = []
+        for call in (call for call in calls if verb in call and call[0] in ("gcloud", "xpk")):
+            words = itertools.takewhile(lambda word: not word.startswith("--"), call)
+            words = [word for word in words if word not in (verb, "workload-policy")]
+            found.append((*words, *after(call, "--cluster")))
+        return sorted(found)
 
-    created = [call for call in named("create") if call[0] in ("gcloud", "xpk")]
-    deleted = [call for call in named("delete") if call[0] in ("gcloud", "xpk")]
-    assert created and sorted(created) == sorted(deleted)
+    assert named("create") == named("delete") != []
     for call in calls:
         cloud = call[0] in ("gcloud", "xpk")
         assert not cloud or {"us-west4-a", "us-west4"} & set(call), f"nothing is left to gcloud's settings: {call}"
@@ -332,15 +303,13 @@ def test_the_pages_and_the_requirements_say_the_same():
 
 def test_it_says_what_the_other_pages_say(tmp_path):
     """docs/tpu_vm.md: the setup and the doctor. docs/colab_kaggle_gke.md: the JobSet and its nodes."""
-    sent = [
-        call[-1].removeprefix("--command=") for call in calls_of(text_of("queued-resource"), tmp_path) if "ssh" in call
-    ]
+    calls = [call for call in calls_of(text_of("queued-resource"), tmp_path) if "ssh" in call]
+    sent = [call[-1].removeprefix("--command=").split() for call in calls]
     for word in ("apt-get", "setup_tpu.py --device tpu"):
-        assert on_the_vm(word).split() in [command.split() for command in sent]
+        assert on_the_vm(word).split() in sent
     page = (ROOT / "docs" / "colab_kaggle_gke.md").read_text()
-    (theirs,) = [
-        yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", page, re.S) if "kind: JobSet" in block
-    ]
+    (block,) = [block for block in re.findall(r"```yaml\n(.*?)```", page, re.S) if "kind: JobSet" in block]
+    theirs = yaml.safe_load(block)
     (pod,) = pods_of(theirs)
     container = pod["containers"][0]
     words, image = [*container["command"], *container.pop("args")][1:], container["image"]
@@ -366,7 +335,6 @@ def test_a_slice_by_its_shape_or_another_name_is_the_same_slice():
 
 
 # ------------------------------------------------------------------------------------------------ what is refused
-
 MISTAKES = [
     (["jobst", *ON_GKE], "did you mean jobset?"),
     (["jobset", "--slce", "x"], "unknown option '--slce'; did you mean --slice?"),
@@ -401,32 +369,28 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize("arguments, said", MISTAKES, ids=lambda value: value if isinstance(value, str) else "")
+NO_SCRIPTS = [
+    ([], "no script to run"),
+    (["--"], "no script to run"),
+    (["--", "transformr_tpu.py"], "did you mean transformer_tpu.py?"),
+    (["transformer_tpu.py", "--preset", "distributed"], "no script to run; expected KIND --slice SLICE"),
+    (["--", "python", "transformer_tpu.py"], "leave it out"),
+    (["--", "tests/conftest.py"], "is not in the image"),
+    (["--", "/etc/x.py"], "expected its path from the project's folder"),
+    (["--", "../x.py"], "expected its path from the project's folder"),
+    (["--", "transformer_tpu.py", "--num-step", "3"], "has no option '--num-step'; did you mean --num_steps?"),
+    (["--", "transformer_tpu.py", "--preset=distribted"], "did you mean distributed?"),
+    (["--", "transformer_tpu.py", "--optimizer", "adamm"], "expected one of"),
+    (["--", "aot_tpu.py", "\udcff"], "no text in UTF-8"),
+]
+REFUSED = [([*arguments, *SCRIPT], said) for arguments, said in MISTAKES]
+REFUSED += [(["jobset", *ON_GKE, *script], said) for script, said in NO_SCRIPTS]
+
+
+@pytest.mark.parametrize("arguments, said", REFUSED, ids=lambda value: value if isinstance(value, str) else "")
 def test_what_does_not_fit_is_refused(arguments, said):
-    code, text, err = printed(*arguments, *SCRIPT)
+    code, text, err = printed(*arguments)
     assert (code, text) == (2, "") and said in err and err.startswith("error: "), err
-
-
-@pytest.mark.parametrize(
-    "script, said",
-    [
-        ([], "no script to run"),
-        (["--"], "no script to run"),
-        (["--", "transformr_tpu.py"], "did you mean transformer_tpu.py?"),
-        (["transformer_tpu.py", "--preset", "distributed"], "no script to run; expected KIND --slice SLICE"),
-        (["--", "python", "transformer_tpu.py"], "leave it out"),
-        (["--", "tests/conftest.py"], "is not in the image"),
-        (["--", "/etc/x.py"], "expected its path from the project's folder"),
-        (["--", "../x.py"], "expected its path from the project's folder"),
-        (["--", "transformer_tpu.py", "--num-step", "3"], "has no option '--num-step'; did you mean --num_steps?"),
-        (["--", "transformer_tpu.py", "--preset=distribted"], "did you mean distributed?"),
-        (["--", "transformer_tpu.py", "--optimizer", "adamm"], "expected one of"),
-        (["--", "aot_tpu.py", "\udcff"], "no text in UTF-8"),
-    ],
-)
-def test_a_script_that_cannot_start_is_refused(script, said):
-    code, text, err = printed("jobset", *ON_GKE, *script)
-    assert (code, text) == (2, "") and said in err, err
 
 
 def test_all_mistakes_are_said_at_once():
@@ -465,19 +429,8 @@ def test_a_run_that_would_be_lost_is_said():
 def test_references_to_images():
     """distribution/reference, its own examples."""
     good = ["a.b/c:1", "localhost:5000/a/b@sha256:" + "0" * 64, "gcr.io/p/a__b-c.d:v1.0_x", IMAGE]
-    bad = [
-        "",
-        "A/b",
-        "a//b",
-        "a.b/c:",
-        "a.b/c:-x",
-        "a.b/c@sha256:12",
-        "a b",
-        "a.b/-c",
-        "a.b/c:1:2",
-        "a.b/" + "c" * 256,
-        "a.b/c\n",
-    ]
+    bad = ["", "a b", "a.b/c\n", "a.b/" + "c" * 256]
+    bad += "A/b a//b a.b/c: a.b/c:-x a.b/c@sha256:12 a.b/-c a.b/c:1:2".split()
     assert [check_image(name) for name in good] == [("", "")] * len(good)
     assert all(check_image(name)[0] for name in bad)
 
@@ -512,8 +465,6 @@ def test_the_page_shows_what_is_printed():
 
 
 # ------------------------------------------------------------------------------------------------ beside real programs
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["queued-resource", "kuberay"])
 def test_gcloud_knows_every_command_and_option(kind, tmp_path):

@@ -1,6 +1,7 @@
 """Sampling with a key-value cache: two graphs, prefill and decode, whatever the length of the prompts.
 
-Decode is a loop on the device over TOKENS tokens of each row: the host is asked once in so many.
+Decode is a loop on the device over TOKENS tokens of each row: the host is asked once in so many. The torch.compile
+backend has no such loop: there it is one token.
 """
 
 import zlib
@@ -17,13 +18,15 @@ from language.models.layers import Decoder
 from language.models.llama import Llama
 from language.models.operations import causal_attention
 from language.options.shapes import ModelShape
-from language.xla.device_loop import DeviceLoop
 from language.xla.loops import as_for_one_device
 from tpu_utils.base.errors import InputError, NonFiniteError
-from tpu_utils.device import compile_step, device_type, mark_sharding, optimization_barrier_, register
+from tpu_utils.device import IS_XLA, compile_step, device_type, mark_sharding, optimization_barrier_, register
 from tpu_utils.device.dropout import GOLDEN, as_int32, mixed
 
-TOKENS = 32
+if IS_XLA:
+    from language.xla.device_loop import DeviceLoop
+
+TOKENS = 32 if IS_XLA else 1
 """Tokens that one call of decode makes for each row, at most."""
 NO_ANSWER = -2
 """In place of a token."""
@@ -33,7 +36,11 @@ def update_slot(cache, new, slot):
     return cache.dynamic_update_slice(new, [*[slot.zeros_like()] * 3, slot])
 
 
-write_slot = register("write_slot", update_slot)
+def index_slots(cache, new, slot):
+    return cache.index_copy(-1, slot + torch.arange(new.shape[-1], device=new.device), new)
+
+
+write_slot = register("write_slot", update_slot) if IS_XLA else index_slots
 """(cache, new, slot): the cache with new from one slot, (), of its last axis on; in place, where a loop holds it."""
 
 
@@ -202,7 +209,7 @@ def next_logits(model: Decoder, cache: Cache, keys: list, values: list, token_B,
     return run_layers(model, token_B[:, None], position_B1, len(cache.slots), attention_of_layer)
 
 
-def decode_loop(model: Decoder, cache: Cache, config: SamplingOptions) -> DeviceLoop:
+def decode_loop(model: Decoder, cache: Cache, config: SamplingOptions) -> Callable:
     """The loop of decode: TOKENS tokens for each row, or fewer once all rows are over."""
     layers = model.shape.num_layers
 
@@ -216,6 +223,8 @@ def decode_loop(model: Decoder, cache: Cache, config: SamplingOptions) -> Device
     def after(count, made, is_over_B):
         return torch.where(is_end(cache, made, is_over_B)[0], torch.full_like(count, TOKENS), count)
 
+    if not IS_XLA:
+        return body
     held = [cache.slots, cache.vocabulary, cache.seed_B, cache.stops]
     held += [] if cache.is_own is None else [cache.is_own]
     held += [cache.num_tokens, cache.longest, cache.length_B, cache.rows_N]
@@ -223,13 +232,14 @@ def decode_loop(model: Decoder, cache: Cache, config: SamplingOptions) -> Device
 
 
 @compile_step
-def decode(loop: DeviceLoop, cache: Cache) -> None:
+def decode(loop: Callable, cache: Cache) -> None:
     """Up to TOKENS more tokens of each row, into cache.tokens_NB; of rows that are over they mean nothing."""
     first = torch.zeros((), dtype=torch.int32, device=cache.made.device)
     count = torch.where(is_end(cache, cache.made, cache.is_over_B)[0], torch.full_like(first, TOKENS), first)
     state = [cache.made, cache.token_B, cache.is_over_B, cache.tokens_NB, *cache.keys, *cache.values]
-    for tensor, new in zip(state, loop(count, *state)[1:], strict=True):
-        tensor.copy_(new)
+    with torch.no_grad():
+        for tensor, new in zip(state, loop(count, *state)[1:], strict=True):
+            tensor.copy_(new)
 
 
 def uniform(seed_B, made, vocabulary):

@@ -321,10 +321,10 @@ class TorchOperations:
         return F.cross_entropy(logits, targets, ignore_index=-1, reduction="none").view(targets_BT.shape)
 
 
-contract = torch.einsum
+contract = torch.einsum if IS_XLA else TorchOperations.contract
 
 if not IS_XLA:
-    contract = TorchOperations.contract
+    add_bias = torch.add
     causal_attention = TorchOperations.causal_attention
     layer_norm = TorchOperations.layer_norm
     losses = TorchOperations.losses

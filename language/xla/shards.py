@@ -50,7 +50,7 @@ def check_torch_compile(config: "TransformerConfig", sizes: tuple[int, ...]) -> 
         ("attention", config.attention == "flash", "plain"),
         ("scan_layers", config.scan_layers, "--no_scan_layers"),
         ("loss_parts", config.loss_parts > 1, "1"),
-        ("sample_every", config.sample_every, "0"),
+        ("sample_every", several and config.sample_every, "0, or one device"),
         ("remat_keep", config.remat_keep != "inputs", "inputs"),
         ("offload", config.offload != "nothing", "nothing"),
         ("mesh", max(sizes[2:]) > 1, "DATAxFSDPx1"),

@@ -82,7 +82,6 @@ def test_steps_of_a_run():
 
 
 # ---------------------------------------------------------------------------------------------------- what is refused
-
 IMAGES, LABELS = np.zeros((6, 3, 8, 8), np.float32), np.arange(6) % 3
 
 
@@ -215,8 +214,6 @@ def test_of_an_array_beyond_the_limit_evenly_spaced_examples_are_read(monkeypatc
 
 
 # -------------------------------------------------------------------------------------------------------- augmentation
-
-
 def test_half_of_the_images_are_mirrored_and_an_example_is_in_whichever_part_it_is():
     images = np.arange(64 * 3 * 2 * 4).reshape(64, 3, 2, 4)
     flipped = random_flip(images, ExampleRandom([5], 64))
@@ -246,8 +243,6 @@ def test_an_augmentation_that_changes_the_type_is_refused():
 
 
 # -------------------------------------------------------------------------------------------------------------- files
-
-
 @pytest.fixture
 def folder(tmp_path):
     for part in ("train", "test"):

@@ -38,10 +38,7 @@ def test_binary_files_are_red_green_and_blue(small_cifar):
 @pytest.mark.parametrize(
     "damage, said",
     [
-        (
-            lambda path: path.unlink(),
-            "no such file; expected CIFAR-10's binary version under --data_dir; add --download",
-        ),
+        (lambda path: path.unlink(), "no such file; expected CIFAR-10's binary version under --data_dir"),
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), "has 12291 bytes; expected records of 3073"),
         (lambda path: path.write_bytes(b""), "has 0 bytes"),
         (lambda path: path.write_bytes(b"\x0a" + path.read_bytes()[1:]), "label 0 is 10; expected 0 to 9"),

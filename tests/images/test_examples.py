@@ -113,10 +113,7 @@ def test_what_cannot_be_resumed_or_read_is_refused_at_once(examples, said):
 @pytest.mark.parametrize(
     "odd, said",
     [
-        (
-            pair(np.zeros((3, 8, 9), np.float32)),
-            r"the image of example 17 is float32 \(3, 8, 9\), that of ",
-        ),
+        (pair(np.zeros((3, 8, 9), np.float32)), r"the image of example 17 is float32 \(3, 8, 9\), that of "),
         (pair(label=5), "the label of example 17 is 5; expected 0 to 4"),
         (pair(label=-1), "train_labels: example 17 has -1"),
         (pair(np.full((3, 8, 8), np.nan, np.float32)), "example 17 has nan"),

@@ -130,10 +130,7 @@ KINDS = {
         lambda model, inputs, labels: class_metrics(lambda inputs: model(*inputs), inputs, labels),
     ),
     "optimizer": Kind(
-        CLASSES,
-        cross_entropy,
-        class_metrics,
-        lambda model: module_of("my_optimizer").Lion(model.parameters()),
+        CLASSES, cross_entropy, class_metrics, lambda model: module_of("my_optimizer").Lion(model.parameters())
     ),
 }
 

@@ -81,11 +81,7 @@ def test_on_a_mesh_batch_norm_is_over_the_global_batch_and_dropout_the_same(trai
 
 
 @pytest.mark.parametrize(
-    "make",
-    [
-        partial(torch.optim.SGD, lr=0.01, momentum=0.9),
-        partial(torch.optim.AdamW, lr=0.01, capturable=True),
-    ],
+    "make", [partial(torch.optim.SGD, lr=0.01, momentum=0.9), partial(torch.optim.AdamW, lr=0.01, capturable=True)]
 )
 def test_an_optimizer_that_creates_its_state_in_step_1_is_named(tmp_path, monkeypatch, capsys, make):
     data = colour_images(np.float32)

@@ -50,7 +50,6 @@ def train(run_dir, *options, name="distributed_mnist_tpu.py", **environment):
 
 
 # ------------------------------------------------------------------------------------------------------- parity ladder
-
 SCRIPTS = {"xla_1": "simple_mnist_tpu.py", "ddp_1": "ddp_mnist_tpu.py"}
 LADDER = {
     "xla_1": ["--eval_batch_size", "512"],  # simple_mnist_tpu.py
@@ -161,9 +160,7 @@ def test_a_step_with_two_backward_passes_is_one_program_of_the_replicas(tmp_path
 
 def test_batch_norm_over_several_replicas_is_refused(monkeypatch):
     monkeypatch.setattr(replicas, "world_size", lambda: 8)
-    message = (
-        r"there are 8 replicas, and in each norm \(BatchNorm2d\) would have .*; use distributed_mnist_tpu.py, where"
-    )
+    message = r"there are 8 replicas, and in each norm \(BatchNorm2d\) would have .*; use distributed_mnist_tpu.py"
     with pytest.raises(InputError, match=message):
         ddp_mnist_tpu.replicate(Normed(8, 0, 0), tracing=True)
 
@@ -192,8 +189,6 @@ def test_every_test_example_counts_once(ladder, name):
 
 
 # ---------------------------------------------------------------------------------------------------- what is sharded
-
-
 def compiled_step(run_dir):
     """The partitioned program of the train step, one device's view."""
     (path,) = (run_dir / "programs").glob("*train_step*cpu_after_optimizations.txt")
@@ -230,8 +225,6 @@ def test_ddp_step_reduces_each_gradient_once(ladder):
 
 
 # ----------------------------------------------------------------------------------------------------------- sample ids
-
-
 @pytest.mark.parametrize("num_parts", [1, 2, 8, 16])
 def test_parts_are_disjoint_complete_and_make_the_same_batches(num_parts):
     """A part belongs to a host or a replica: whatever divides the batch."""
@@ -270,8 +263,6 @@ def test_an_example_is_shifted_alike_on_any_replica():
 
 
 # ------------------------------------------------------------------------------------------------ stopping and resuming
-
-
 def stop_after_step(run_dir, step, *options, name="distributed_mnist_tpu.py"):
     """Exit code of a run that gets SIGTERM once it has logged this step."""
     process = start(name, *RECIPE, "--device", "cpu", "--run_dir", run_dir, *options)
@@ -288,9 +279,8 @@ def test_fsdp_stopped_and_resumed_on_the_same_and_on_other_devices(ladder, tmp_p
     (saved,) = (tmp_path / "same" / "checkpoints").glob("step_*")
     assert 3 <= int(saved.name[5:]) < NUM_STEPS
     weights = read_checkpoint(saved).part("model")
-    assert {name: p.shape for name, p in weights.items()} == {
-        name: p.shape for name, p in script.ConvNet(8, 32, 128).state_dict().items()
-    }
+    whole = script.ConvNet(8, 32, 128).state_dict()
+    assert {name: p.shape for name, p in weights.items()} == {name: p.shape for name, p in whole.items()}
     shutil.copytree(tmp_path / "same", tmp_path / "other")
 
     code, out, err = train(tmp_path / "same", *options, "--resume", "must")
@@ -344,8 +334,6 @@ def test_torchrun_stopped_and_resumed(ladder, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------------------ bad input
-
-
 def test_indivisible_batch_is_refused_with_the_nearest_that_works(tmp_path):
     code, _, err = train(tmp_path / "run", "--num_virtual_devices", "8", "--global_batch_size", "60")
     assert code == 2
@@ -374,9 +362,7 @@ def test_ddp_on_several_chips_says_how_to_start_it(monkeypatch):
     monkeypatch.setattr(replicas, "attached_chips", lambda: [GENERATIONS["v6e"]] * 8)
     monkeypatch.setattr(replicas, "choose_device", lambda config: "tpu")
     monkeypatch.setattr(sys, "argv", ["ddp_mnist_tpu.py"])
-    with pytest.raises(
-        InputError, match=r"8 devices, found one.*\n  torchrun --standalone --nproc_per_node=8 ddp_mnist_tpu.py"
-    ):
+    with pytest.raises(InputError, match=r"8 devices, found one.*\n  torchrun --standalone --nproc_per_node=8"):
         refused(monkeypatch)
 
 
@@ -388,8 +374,6 @@ def test_ddp_has_no_options_that_change_nothing_there(option, capsys):
 
 
 # ---------------------------------------------------------------------------------------------------------------- hosts
-
-
 def start_host(index, count, port, seconds):
     slice_of = dict(TPU_SKIP_MDS_QUERY=1, TPU_WORKER_ID=index, TPU_WORKER_HOSTNAMES=",".join(["localhost"] * count))
     return start("tests/distributed_hosts.py", port, seconds, **slice_of)
@@ -424,8 +408,6 @@ def test_missing_hosts_are_named_with_the_command(index, missing):
 
 
 # ------------------------------------------------------------------------------------------------------- both scripts
-
-
 def test_the_scripts_hold_the_same_model_and_evaluation():
     def definitions(name):
         tree = ast.parse((ROOT / name).read_text())

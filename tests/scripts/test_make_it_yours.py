@@ -64,14 +64,7 @@ class Net(nn.Module):
         x = torch.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
         return self.head(x.mean((2, 3)))
 """
-OPTIONS = [
-    "--device=cpu",
-    "--max_shift=2",
-    "--optimizer=sgd",
-    "--learning_rate=0.1",
-    "--warmup_steps=4",
-    "--log_every=1",
-]
+OPTIONS = "--device=cpu --max_shift=2 --optimizer=sgd --learning_rate=0.1 --warmup_steps=4 --log_every=1".split()
 
 
 def arrays() -> ImageDataset:

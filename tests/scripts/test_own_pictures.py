@@ -63,6 +63,12 @@ def test_the_commands_of_the_page_classify_new_pictures(copied):
         copied, f"python classify.py data runs/first PICTURES/blue/3.png {copied}/PICTURES/red/4.jpg"
     )
     assert [line.split()[1] for line in out.splitlines()] == ["blue,", "red,"], out + err
+    code, _, err = run_here(copied, "python make_arrays.py PICTURES data")
+    assert code == 2 and "data exists; expected a new folder" in err
+    known = copied / "data" / "classes.json"
+    known.write_text(known.read_text().replace('"red"', '"red", "white"'))
+    code, _, err = run_here(copied, "python classify.py data runs/first new.jpg")
+    assert code == 2 and "is of another model" in err and "Traceback" not in err
 
 
 def test_what_is_no_picture_is_named(copied, tmp_path):
@@ -74,6 +80,11 @@ def test_what_is_no_picture_is_named(copied, tmp_path):
     command = f"python make_arrays.py {tmp_path} {tmp_path / 'data'}"
     code, _, err = run_here(copied, command)
     assert code == 2 and "4.jpg" in err and "expected a picture" in err and "Traceback" not in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]  # nothing half-made
+    (tmp_path / "b" / "4.jpg").rename(tmp_path / "b" / "4.heic")
+    code, out, err = run_here(copied, command.replace("/data", "/made"))
+    assert code == 0 and "left out, for they end otherwise: 1 files" in out, out + err
+    shutil.rmtree(tmp_path / "made")
     shutil.rmtree(tmp_path / "b")
     (tmp_path / ".ipynb_checkpoints").mkdir()
     code, _, err = run_here(copied, command)

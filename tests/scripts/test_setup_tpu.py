@@ -188,21 +188,23 @@ H200 = "NVIDIA H200, 580.159.04, 512, 143771"
 
 
 @pytest.mark.parametrize(
-    ("answer", "installed", "has_cuda", "status", "said"),
+    ("answer", "installed", "cuda", "status", "said"),
     [
-        (H200, {"torch": "2.11.0+cu130"}, True, "ok", "0.5 of 140 GiB in use"),
-        (H200, {"torch": "2.11.0+cpu"}, False, "fail", "torch 2.11.0+cpu is built without CUDA"),
-        (H200, INSTALLED, False, "ok", "driver 580.159.04, 0.5 of 140 GiB in use; only the torch.compile backend uses"),
-        (H200.replace("512", "90000"), {"torch": "2.13.0"}, True, "warn", "87.9 of 140 GiB in use"),
-        ("No devices were found", {"torch": "2.13.0"}, True, "fail", "its driver does not answer nvidia-smi"),
+        (H200, {"torch": "2.11.0"}, "13.0", "ok", "0.5 of 140 GiB in use; torch 2.11.0 has CUDA 13.0"),
+        (H200.replace("580", "570"), {"torch": "2.11.0"}, "13.0", "fail", "CUDA 13.0, which needs driver 580 or newer"),
+        (H200.replace("580", "570"), {"torch": "2.11.0"}, "12.8", "ok", "has CUDA 12.8"),
+        (H200, {"torch": "2.11.0+cpu"}, "", "fail", "torch 2.11.0+cpu is built without CUDA"),
+        (H200, INSTALLED, "", "ok", "driver 580.159.04, 0.5 of 140 GiB in use; only the torch.compile backend uses"),
+        (H200.replace("512", "90000"), {"torch": "2.13.0"}, "13.0", "warn", "87.9 of 140 GiB in use"),
+        ("No devices were found", {"torch": "2.13.0"}, "13.0", "fail", "its driver does not answer nvidia-smi"),
     ],
 )
-def test_a_gpu(answer, installed, has_cuda, status, said, tmp_path, monkeypatch):
+def test_a_gpu(answer, installed, cuda, status, said, tmp_path, monkeypatch):
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\necho '{answer}'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr("tpu_utils.base.gpus.has_cuda", lambda: has_cuda)
+    monkeypatch.setattr("tpu_utils.base.gpus.cuda_version", lambda: cuda)
     assert setup_tpu.check_gpu(tmp_path, installed, PATIENT).status == "skip"
     (tmp_path / "nvidia0").touch()
     assert_check(setup_tpu.check_gpu(tmp_path, installed, PATIENT), status, said)

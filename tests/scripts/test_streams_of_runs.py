@@ -84,14 +84,8 @@ def test_processes_that_take_turns_read_each_document_once():
     [
         (["--dataset=stream"], "train_data is empty; name the documents with --train_data"),
         (["--dataset=stream", "--train_data=nothing/*.parquet"], "matches no file; expected documents: .parquet"),
-        (
-            ["--stream_lanes=2"],
-            "--stream_lanes belongs to dataset stream, but dataset is synthetic; choose --dataset stream",
-        ),
-        (
-            ["--dataset=stream", "--train_data=x", "--bucketed"],
-            "--bucketed belongs to dataset text, but dataset is stream",
-        ),
+        (["--stream_lanes=2"], "--stream_lanes belongs to dataset stream, but dataset is synthetic; choose --dataset"),
+        (["--dataset=stream", "--train_data=x", "--bucketed"], "--bucketed belongs to dataset text, but dataset"),
     ],
 )
 def test_wrong_options_are_one_line(options, said):

@@ -4,17 +4,19 @@ The environment of the torch.compile backend is made of requirements-compile.txt
 removed. There is no TPU: torch runs the one graph that Dynamo has made.
 """
 
+import csv
 import os
 import re
 import shutil
 import subprocess
 import venv
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from processes import ROOT, run
-from run_files import assert_identical, losses_in, state_in, summary_in
+from run_files import assert_identical, losses_in, read_lines, state_in, summary_in
 
 REQUIREMENTS = ROOT / "requirements-compile.txt"
 NEEDED_GIB = 10
@@ -86,6 +88,94 @@ except InputError as error:
 """
 
 
+FUNCTIONS = """import os, runpy, sys
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+import torch
+from tpu_utils.device import compile_step, dynamo
+
+NAMES = ("autograd_function_apply", "scaled_dot_product_attention")
+seen, compile_graph = set(), dynamo._compile_graph
+
+def look(kind, graph, inputs):
+    for module in graph.modules():
+        nodes = module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ()
+        seen.update(name for name in NAMES for node in nodes if name in str(node.target))
+    return compile_graph(kind, graph, inputs)
+
+dynamo._compile_graph = look
+
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+@compile_step
+def own(x):
+    Own.apply(x).sum().backward()
+
+sys.argv = sys.argv[1:]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    print("seen", *sorted(seen))
+"""
+
+
+WHAT_A_TORCH_DOES = """import os
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+import torch
+from tpu_utils.base.errors import InputError, RecompileError
+from tpu_utils.device import compile_step
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return (x.float() * weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return (grad.float() * weight).to(x.dtype), (grad.float() * x).sum(0)
+
+def update(model, gradients):
+    with torch.no_grad():
+        for parameter, gradient in zip(model.parameters(), gradients):
+            parameter -= 0.1 * gradient
+
+def backward(model, x):
+    loss = torch.nn.functional.layer_norm(model(x), (4,)).square().mean() + model(x).exp().mean()
+    loss.backward()
+    update(model, [parameter.grad for parameter in model.parameters()])
+    model.zero_grad(set_to_none=True)
+    return loss.detach()
+
+def own_function(model, x):
+    loss = Scaled.apply(model[0](x), model[1].weight[0]).square().mean()
+    loss.backward()
+    update(model, [p.grad if p.grad is not None else 0 * p for p in model.parameters()])
+    model.zero_grad(set_to_none=True)
+    return loss.detach()
+
+def gradients_asked_for(model, x):
+    update(model, torch.autograd.grad(model(x).square().mean(), list(model.parameters())))
+
+for step in (backward, own_function, gradients_asked_for):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    try:
+        compile_step(step)(model, torch.randn(3, 4))
+        print("right")
+    except (InputError, RecompileError):
+        print("refused")
+"""
+
+
 class TorchCompile:
     """The torch.compile backend's Python, and the folder that the script was copied to."""
 
@@ -94,24 +184,32 @@ class TorchCompile:
         done = run("tools.copy_example", "simple_mnist_tpu.py", self.mine)
         assert done.returncode == 0, done.stderr
 
-    def install(self) -> None:
+    def install(self, requirements: Path = REQUIREMENTS) -> None:
         venv.create(self.python.parent.parent, with_pip=True)
         # those of the packages of this environment have not these
         environment = {n: v for n, v in os.environ.items() if n not in ("PIP_NO_INDEX", "PIP_FIND_LINKS")}
         command = [self.python, "-m", "pip", "install", "-q", "--no-input", "--disable-pip-version-check"]
         command.append("--no-compile")
-        done = subprocess.run([*command, "-r", REQUIREMENTS], env=environment, capture_output=True, text=True)
+        done = subprocess.run([*command, "-r", requirements], env=environment, capture_output=True, text=True)
         if done.returncode:
-            pytest.skip(f"pip cannot install {REQUIREMENTS.name}: {done.stderr.strip().splitlines()[-1]}")
+            pytest.skip(f"pip cannot install {requirements.name}: {done.stderr.strip().splitlines()[-1]}")
 
-    def run(self, *arguments, code: int = 0) -> str:
+    def run(self, *arguments, code: int = 0, folder: Path | None = None) -> str:
         """Its output; of another exit code its errors."""
         environment = {n: v for n, v in os.environ.items() if not n.startswith(("PYTHON", "PJRT", "XLA", "TPU"))}
         environment |= {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"}  # torchrun loads torch_tpu too
         command = [str(argument) for argument in (self.python, *arguments)]
-        done = subprocess.run(command, cwd=self.mine, env=environment, capture_output=True, text=True, timeout=600)
+        where = folder or self.mine
+        done = subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True, timeout=900)
         assert done.returncode == code, done.stderr
         return done.stderr if code else done.stdout
+
+    def succeeds(self, *arguments) -> bool:
+        try:
+            self.run(*arguments)
+        except AssertionError:
+            return False
+        return True
 
     def train(self, backend: str, run_dir, *options) -> None:
         """The copy, by this Python or by that of the tests."""
@@ -250,6 +348,78 @@ def test_a_language_model_on_one_device_and_over_four_processes(torch_compile, t
     one = (*must, "--mesh", "1x1x1")
     assert run(script.name, *options, tmp_path / "xla", *one, CPU_NUM_DEVICES=1).returncode == 0
     assert_alike(tmp_path / "xla", tmp_path / "spmd")
+
+
+MODEL = "--device cpu --num_steps 4 --warmup_steps 1 --log_every 2 --save_every 4 --eval_batches 1 --no_tensorboard"
+MODEL += " --global_batch_size 2 --num_layers 1 --sequence_length 128 --vocab_size 64"
+SAMPLED = ("--num_heads", "2", "--embedding_dim", "32", "--sample_every", "2", "--sample_prompts", "1 2 3", "7")
+
+
+@pytest.mark.slow
+def test_samples_are_those_of_torch_xla_and_no_function_of_ours_is_in_a_graph(torch_compile, tmp_path):
+    """torch's compiler can lose the gradient of a Function: torch's own operations stand there, attention too."""
+    options, program = (*MODEL.split(), *SAMPLED), torch_compile.mine / "functions.py"
+    program.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{FUNCTIONS}")
+    script = ROOT / "transformer_tpu.py"
+    assert run(script.name, *options, "--run_dir", tmp_path / "one").returncode == 0
+    said = torch_compile.run(program, script, *options, "--run_dir", tmp_path / "two")
+    assert said.splitlines()[-1] == "seen scaled_dot_product_attention"
+    one, two = ([line for line in read_lines(tmp_path / n) if line["kind"] == "sample"] for n in ("one", "two"))
+    assert len(one) == 4 and [line["text"] for line in two] == [line["text"] for line in one]
+    assert [line["graphs"] for line in two] == [2, 2, 0, 0]  # prefill and one token
+    mixture = (*MODEL.split(), "--model_size", "mixtral_tiny", "--run_dir", tmp_path / "mixture")
+    assert torch_compile.run(program, script, *mixture).splitlines()[-1] == "seen scaled_dot_product_attention"
+
+
+@pytest.mark.slow
+def test_a_function_would_be_seen(torch_compile):
+    program = torch_compile.mine / "function.py"
+    begin = FUNCTIONS.partition("sys.argv =")[0]
+    program.write_text(f"{begin}\nown(torch.ones(2, requires_grad=True))\nprint(*seen)")
+    assert torch_compile.run(program).splitlines()[-1] == "autograd_function_apply"
+
+
+@pytest.mark.slow
+def test_a_speedrun_from_a_text_to_its_report(torch_compile, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"Line {number} of a play:\nso it goes on, {number * 7919}.\n\n" for number in range(3000)))
+    options = ("--depth", "1", "--most_steps", "2", "--text", text, "--run_dir", tmp_path / "run")
+    torch_compile.run("-m", "tools.speedrun", *options, folder=ROOT)
+    report = (tmp_path / "run" / "report.md").read_text()
+    assert "## The chat" in report and "goes on" in report
+
+
+def row_of(made: TorchCompile, torch_version: str, folder: Path) -> dict[str, str]:
+    """What the table says of this torch, asked of it."""
+    (made.mine / "asked.py").write_text(WHAT_A_TORCH_DOES)
+    answers = made.run(made.mine / "asked.py").split()
+    options = (ROOT / "transformer_tpu.py", *MODEL.split(), "--num_heads", "2", "--embedding_dim", "32", "--run_dir")
+    done = [made.succeeds(*options, folder / "micro", "--gradient_accumulation_steps", "2")]
+    done += [made.succeeds(*PROCESSES[:-1], "--nproc_per_node=2", *options, folder / "two", "--mesh", "1x2x1")]
+    names = "a step of torch's operations", "an own Function that saves tensors", "torch.autograd.grad"
+    asked = dict(zip(names, answers, strict=True)) | {"torch": torch_version}
+    return asked | {
+        n: "right" if ok else "refused" for n, ok in zip(("micro-batches", "two processes"), done, strict=True)
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("torch_version", ["2.11.0", "2.13.0"])
+def test_what_a_torch_does_is_in_the_table(torch_version, torch_compile, tmp_path):
+    rows = list(csv.DictReader((ROOT / "docs" / "results" / "torch_compile_versions.csv").open()))
+    made = torch_compile
+    if torch_version != "2.13.0":
+        made = TorchCompile(tmp_path)
+        kept = [line for line in REQUIREMENTS.read_text().splitlines() if not re.match("torch|libtpu", line)]
+        (tmp_path / "requirements.txt").write_text("\n".join([f"torch=={torch_version}", *kept]))
+        made.install(tmp_path / "requirements.txt")
+    try:
+        row = row_of(made, torch_version, tmp_path)
+    finally:
+        if made is not torch_compile:
+            shutil.rmtree(tmp_path / "venv", ignore_errors=True)
+    (said,) = [said for said in rows if said["torch"] == torch_version]
+    assert said == said | row
 
 
 @pytest.mark.slow

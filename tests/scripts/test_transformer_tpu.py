@@ -72,10 +72,7 @@ EIGHT_DEVICES = {
     ],
     "muon": ["--mesh=2x2x2", "--optimizer=muon"],
 }
-DROPOUT = {
-    "dropped": ["--dropout=0.2"],
-    "dropped/dropped_resumed": ["--dropout=0.2", "--resume=must"],
-}
+DROPOUT = {"dropped": ["--dropout=0.2"], "dropped/dropped_resumed": ["--dropout=0.2", "--resume=must"]}
 # all ways at once
 DROPOUT_4 = ["--dropout=0.2", "--mesh=2x1x2", "--gradient_accumulation_steps=4", "--scan_layers", "--remat"]
 
@@ -287,11 +284,7 @@ def test_mesh_is_chosen_by_memory():
         (dict(mesh="2x2x1"), 8, "mesh is 2x2x1, 4 devices, but this CPU has 8; start it with CPU_NUM_DEVICES=4 for"),
         (dict(mesh="1x1x8"), 8, r"num_heads \(4\) must be divisible by the tensor axis \(8\)"),
         (dict(mesh="1x3x1"), 3, r"embedding_dim \(64\) must be divisible by the fsdp axis \(3\)"),
-        (
-            dict(model_size="llama_tiny", mesh="1x1x4"),
-            4,
-            r"heads of keys and values \(2\) must be divisible by the tensor",
-        ),
+        (dict(model_size="llama_tiny", mesh="1x1x4"), 4, r"heads of keys and values \(2\) must be divisible by"),
         (
             dict(model_size="llama_tiny", mesh="1x256x1", embedding_dim=512, global_batch_size=256),
             256,
@@ -315,10 +308,7 @@ def test_a_mesh_of_another_size_than_the_slice_is_no_matter_of_the_cpu(slice, na
     ("changes", "message"),
     [
         (dict(mesh="2x2"), "mesh is '2x2'; expected auto, or DATAxFSDPxTENSOR"),
-        (
-            dict(num_heads=3),
-            r"embedding_dim \(64\) must be divisible by num_heads \(3\); try --num_heads 2 or 4, or --embedding_dim 72",
-        ),
+        (dict(num_heads=3), r"embedding_dim \(64\) must be divisible by num_heads \(3\); try --num_heads 2 or 4"),
         (dict(gradient_accumulation_steps=3), r"divisible by gradient_accumulation_steps \(3\)"),
         (dict(dataset="text", vocab_size=64), "vocab_size is 64; text needs 257 or more"),
         (dict(num_steps=5, warmup_steps=5), "warmup_steps is 5 but the run has 5 steps"),
@@ -327,15 +317,8 @@ def test_a_mesh_of_another_size_than_the_slice_is_no_matter_of_the_cpu(slice, na
         (dict(decay_fraction=0.0), "decay_fraction is 0.0"),
         (dict(model_size="llama_tiny", num_heads=3), r"num_heads \(3\) must be divisible by the 2 heads of keys and"),
         (dict(model_size="llama_tiny", dropout=0.1), "dropout is 0.1, but llama_tiny has none"),
-        (dict(lora_rank=4), "lora_rank is 4, but there are no weights to adapt"),
-        (
-            dict(lora_rank=4, compile_for="v5e-1", optimizer="muon"),
-            "adapters are no matrices of a layer; expected adamw",
-        ),
-        (
-            dict(model_size="llama_tiny", lora_rank=4),
-            "lora_rank is 4, but there are no weights to adapt",
-        ),
+        (dict(lora_rank=4, compile_for="v5e-1", optimizer="muon"), "adapters are no matrices of a layer; expected"),
+        (dict(model_size="llama_tiny", lora_rank=4), "lora_rank is 4, but there are no weights to adapt"),
     ],
 )
 def test_configurations_that_cannot_work(changes, message):
@@ -358,19 +341,12 @@ def test_buckets_and_hellaswag(tmp_path):
     documents = [" ".join(random.choice(words, size)) for size in (12, 60) * 20]
     (tmp_path / "words.txt").write_text("\n\n".join(documents))
     ending = np.frombuffer(b" not", np.uint8)
-    questions = [
-        llmc_files.MultipleChoice(i, i % 4, np.frombuffer(b"to be or", np.uint8), [ending] * 4) for i in range(3)
-    ]
+    context = np.frombuffer(b"to be or", np.uint8)
+    questions = [llmc_files.MultipleChoice(i, i % 4, context, [ending] * 4) for i in range(3)]
     llmc_files.write_hellaswag(tmp_path / "hellaswag_val.bin", questions)
     options = ["--dataset=text", f"--data_dir={tmp_path}", "--train_data=words.txt", "--document_separator=\n\n"]
-    options += [
-        "--bucketed",
-        "--sequence_length=256",
-        "--vocab_size=0",
-        "--global_batch_size=4",
-        "--num_steps=6",
-        "--num_layers=1",
-    ]
+    options += ["--bucketed", "--sequence_length=256", "--vocab_size=0", "--global_batch_size=4", "--num_steps=6"]
+    options += ["--num_layers=1"]
     train_all(tmp_path, 1, [["text", *OPTIONS, *options, "--tasks", "hellaswag=hellaswag_val.bin"]])
     lines = read_lines(tmp_path / "text")
     assert len([line for line in lines if line["kind"] == "train"]) == 6

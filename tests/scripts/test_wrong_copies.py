@@ -22,6 +22,23 @@ from tpu_utils.step.optim import learning_rates, make_optimizer
 from tpu_utils.trial.first_step import check_training
 from tpu_utils.trial.unsaved import Unsaved
 
+
+def swap(text: str, old: str, new: str) -> tuple[str, str]:
+    """An edit: the text with a part of it replaced."""
+    return text, text.replace(old, new)
+
+
+def after(text: str, more: str) -> tuple[str, str]:
+    """An edit: more behind the text."""
+    return text, text + more
+
+
+def with_labels(table: dict) -> dict:
+    """A row that begins with no name of labels has classes."""
+    rows = {name: row if isinstance(row, tuple) else (row,) for name, row in table.items()}
+    return {name: row if isinstance(row[0], str) else ("classes", *row) for name, row in rows.items()}
+
+
 SCRIPT = (ROOT / "simple_mnist_tpu.py").read_text()
 LOGITS = "        logits = model(images).float()\n"
 CORRECT = "        correct = (logits.argmax(1) == labels).float()\n"
@@ -34,14 +51,11 @@ HIDDEN = "        x = F.relu(self.hidden(x.flatten(1)))\n"
 TRAINED = "    loss = F.cross_entropy(logits.float(), labels.long())\n"
 HEAD = "        self.head = nn.Linear(hidden_dim, 10)\n"
 FORWARD = "        return self.head(x)\n"
-NORMED = [
-    (HEAD, HEAD + "        self.norm = nn.BatchNorm1d(hidden_dim)\n"),
-    (HIDDEN, HIDDEN + "        x = self.norm(x)\n"),
-]
-DROPPED = [(HIDDEN, HIDDEN + "        x = F.dropout(x, 0.5, self.training)\n")]
+NORMED = [after(HEAD, "        self.norm = nn.BatchNorm1d(hidden_dim)\n"), after(HIDDEN, "        x = self.norm(x)\n")]
+DROPPED = [after(HIDDEN, "        x = F.dropout(x, 0.5, self.training)\n")]
 NO_MASK = "        counted = labels_that_count(labels, mask)  # 0 for padding\n"
 # another kind of model: one output for each image, or a class for each pixel
-ONE = [(HEAD, HEAD.replace("10", "1"))]
+ONE = [swap(HEAD, "10", "1")]
 PIXELS = [
     ("    return ConvNet(dataset.image_size, config.channels, config.hidden_dim)\n", "    return Pixels()\n"),
     (
@@ -368,7 +382,7 @@ CRITIC = [  # a second network and its optimizer, which the step trains first
     ("    optimizer.zero_grad(", "    of_critic.zero_grad(set_to_none=True)\n    optimizer.zero_grad("),
     (LOSS, "        loss = (logits.mean(1) - 0.5).square()\n"),
     (CORRECT, ""),
-    (NO_MASK, NO_MASK + "        correct = loss * 0\n"),
+    after(NO_MASK, "        correct = loss * 0\n"),
     ("@one_graph  # torch_xla", "@one_graph(couples_examples=True)  # torch_xla"),
 ]
 PINBALL = """
@@ -435,108 +449,61 @@ AGAIN = """
 ALIGNED = (TRAINED, "    upper, lower = logits\n    which = torch.arange(len(upper), device=upper.device)\n")
 CONTRASTIVE = [
     *HALVES,
-    (LOGITS, LOGITS.replace("logits = model(images).float()", "upper, lower = model(images)")),
+    swap(LOGITS, "logits = model(images).float()", "upper, lower = model(images)"),
     (LOSS, "        loss = (upper - lower).square().sum(1)\n"),
     (CORRECT, ""),
-    (NO_MASK, NO_MASK + "        correct = loss * 0\n"),
+    after(NO_MASK, "        correct = loss * 0\n"),
     (ALIGNED[0], ALIGNED[1] + "    loss = F.cross_entropy(upper @ lower.T / 0.2, which)\n"),
 ]
 COUPLES = ("@one_graph  # torch_xla", "@one_graph(couples_examples=True)  # torch_xla")
 OTHER = "in batches of 4, the last one padded; expected the same"
-# name: (labels, edits, what is said)
+# name: (labels where they are no classes, edits, what is said)
 REFUSED = {
     "loss without the mask": (
-        "classes",
-        [(SUMS, SUMS.replace("(loss * counted).sum()", "loss.sum()"))],
+        [swap(SUMS, "(loss * counted).sum()", "loss.sum()")],
         rf"evaluate \([^ ]*:\d+ and eval_step \([^ ]*:\d+\)\) gives .*{OTHER}",
     ),
-    "accuracy without the mask": (
-        "classes",
-        [(SUMS, SUMS.replace("(correct * counted)", "correct"))],
-        "of the same in",
-    ),
-    "mean in place of the sum": ("classes", [(SUMS, SUMS.replace("* counted).sum()", "* counted).mean()"))], OTHER),
-    "padding counted": ("classes", [(SUMS, SUMS.replace("counted.sum()]", "torch.ones_like(counted).sum()]"))], OTHER),
-    "loss already averaged": ("classes", [(LOSS, LOSS.replace(', reduction="none"', ""))], OTHER),
-    "accuracy already averaged": (
-        "classes",
-        [(CORRECT, CORRECT.replace(".float()", ".float().mean()"))],
-        "of the same in",
-    ),
+    "accuracy without the mask": ([swap(SUMS, "(correct * counted)", "correct")], "of the same in"),
+    "mean in place of the sum": ([swap(SUMS, "* counted).sum()", "* counted).mean()")], OTHER),
+    "padding counted": ([swap(SUMS, "counted.sum()]", "torch.ones_like(counted).sum()]")], OTHER),
+    "loss already averaged": ([swap(LOSS, ', reduction="none"', "")], OTHER),
+    "accuracy already averaged": ([swap(CORRECT, ".float()", ".float().mean()")], "of the same in"),
     "mean of means": (
-        "classes",
         [(READ, "correct, loss, count = (sum(s.cpu().double() / s[2] for s in sums) / len(sums)).tolist()")],
         "of the same in",
     ),
-    "divided by the number of batches": (
-        "classes",
-        [(RESULT, RESULT.replace("loss / count", "loss / len(sums)"))],
-        OTHER,
-    ),
-    "softmax over the batch": ("classes", [(LOGITS, LOGITS.replace(".float()", ".float().softmax(0)"))], OTHER),
-    "normalised over the batch": (
-        "classes",
-        [(FORWARD, "        return F.normalize(self.head(x), dim=0)\n")],
-        "of the same in",
-    ),
-    "centred by the batch": ("classes", [(FORWARD, "        return self.head(x - x.mean(0))\n")], "of the same in"),
+    "divided by the number of batches": ([swap(RESULT, "loss / count", "loss / len(sums)")], OTHER),
+    "softmax over the batch": ([swap(LOGITS, ".float()", ".float().softmax(0)")], OTHER),
+    "normalised over the batch": ([(FORWARD, "        return F.normalize(self.head(x), dim=0)\n")], "of the same in"),
+    "centred by the batch": ([(FORWARD, "        return self.head(x - x.mean(0))\n")], "of the same in"),
     "largest along the batch": (
-        "classes",
-        [(CORRECT, CORRECT.replace("argmax(1)", "argmax(0)"))],
-        r"fails on 11 examples.*, at \S+:\d+ \(correct = ",
+        [swap(CORRECT, "argmax(1)", "argmax(0)")],
+        r"fails on 11 examples.*, at \S+:\d+ \(corr",
     ),
-    "rows and classes mixed up": (
-        "classes",
-        [(FORWARD, "        return self.head(x).view(10, -1).T\n")],
-        "of the same in",
-    ),
-    "a tuple of outputs": (
-        "classes",
-        [(FORWARD, "        return self.head(x), x\n")],
-        "expected one that takes what the",
-    ),
-    "dropout left on": ("classes", [*DROPPED, (EVAL, "")], "draws a mask of dropout"),
-    "F.dropout without training=": ("classes", [(HIDDEN, HIDDEN + "        x = F.dropout(x, 0.5)\n")], "self.training"),
-    "BatchNorm learns from test data": ("classes", [*NORMED, (EVAL, "")], r"changes the model: norm.running_mean"),
-    "left in eval mode": ("classes", [(TRAIN, "")], "leaves the model in eval mode"),
-    "accuracy not divided": ("classes", [(RESULT, RESULT.replace("correct / count", "correct"))], "expected 0 to 1"),
-    "accuracy in percent": ("classes", [(RESULT, RESULT.replace("correct /", "100 * correct /"))], "expected 0 to 1"),
-    "the last batch left out": (
-        "classes",
-        [("for batch in test_batches]", "for batch in test_batches[:-1]]")],
-        "fails on 11",
-    ),
-    "the first batch alone": (
-        "classes",
-        [("for batch in test_batches]", "for batch in test_batches[:1]]")],
-        "of the same in",
-    ),
-    "mask as a column": ("classes", [(NO_MASK, "        counted = mask[:, None]\n")], "of the same in|expected 0 to 1"),
-    "mask the wrong way round": ("classes", [(NO_MASK, "        counted = 1 - mask\n")], "fails on 11|gives"),
+    "rows and classes mixed up": ([(FORWARD, "        return self.head(x).view(10, -1).T\n")], "of the same in"),
+    "a tuple of outputs": ([(FORWARD, "        return self.head(x), x\n")], "expected one that takes what the"),
+    "dropout left on": ([*DROPPED, (EVAL, "")], "draws a mask of dropout"),
+    "F.dropout without training=": ([after(HIDDEN, "        x = F.dropout(x, 0.5)\n")], "self.training"),
+    "BatchNorm learns from test data": ([*NORMED, (EVAL, "")], r"changes the model: norm.running_mean"),
+    "left in eval mode": ([(TRAIN, "")], "leaves the model in eval mode"),
+    "accuracy not divided": ([swap(RESULT, "correct / count", "correct")], "expected 0 to 1"),
+    "accuracy in percent": ([swap(RESULT, "correct /", "100 * correct /")], "expected 0 to 1"),
+    "the last batch left out": ([("for batch in test_batches]", "for batch in test_batches[:-1]]")], "fails on 11"),
+    "the first batch alone": ([("for batch in test_batches]", "for batch in test_batches[:1]]")], "of the same in"),
+    "mask as a column": ([(NO_MASK, "        counted = mask[:, None]\n")], "of the same in|expected 0 to 1"),
+    "mask the wrong way round": ([(NO_MASK, "        counted = 1 - mask\n")], "fails on 11|gives"),
     "mask on the logits": (
-        "classes",
-        [
-            (LOGITS, LOGITS + "        logits *= mask[:, None]\n"),
-            (SUMS, SUMS.replace("(correct * counted)", "correct")),
-        ],
+        [after(LOGITS, "        logits *= mask[:, None]\n"), swap(SUMS, "(correct * counted)", "correct")],
         "of the same in",
     ),
-    "accuracy of a fixed batch size": (
-        "classes",
-        [(RESULT, RESULT.replace("loss / count", "loss / (512 * len(sums))"))],
-        OTHER,
-    ),
+    "accuracy of a fixed batch size": ([swap(RESULT, "loss / count", "loss / (512 * len(sums))")], OTHER),
     "targets (N, 1), mask (B,)": ("column", regression(WHOLE_MASK), "of the same in"),
     "targets (N, 3), mask (B,)": (
         "three",
         [*regression(WHOLE_MASK), (HEAD.replace("10", "1"), HEAD.replace("10", "3"))],
         "fails on 11 examples",
     ),
-    "output (B, 1), targets (N,)": (
-        "targets",
-        regression(),
-        "Using a target size .* a value for each label",
-    ),
+    "output (B, 1), targets (N,)": ("targets", regression(), "Using a target size .* a value for each label"),
     "targets (N, 1), output (B,)": (
         "column",
         regression((FORWARD, "        return self.head(x)[:, 0]\n")),
@@ -546,58 +513,44 @@ REFUSED = {
     "a class for each pixel, mask (B,)": ("pixels", [*PIXELS, WHOLE_MASK], "fails on 11 examples"),
     "accuracy of pixels over examples": (
         "pixels",
-        [*PIXELS, (SUMS, SUMS.replace("counted.sum()]", "mask.sum()]"))],
+        [*PIXELS, swap(SUMS, "counted.sum()]", "mask.sum()]")],
         "expected 0 to 1: a sum over labels",
     ),
     "ignored pixels as a class": ("void", PIXELS, "Target 255 is out of bounds.* expected logits for every class"),
     "one-hot labels": ("hot", [], "one-hot labels as integers"),
     "training: softmax over the batch": (
-        "classes",
-        [(TRAINED, TRAINED.replace("logits.float()", "logits.softmax(0)"))],
+        [swap(TRAINED, "logits.float()", "logits.softmax(0)")],
         "effect on each other",
     ),
     "training: each with each": (
-        "classes",
         [(TRAINED, "    loss = (logits[:, :1] - labels.float()).square().mean()\n")],
         "effect on each other",
     ),
-    "training: gradients add up": (
-        "classes",
-        [("    optimizer.zero_grad(set_to_none=True)", "    #")],
-        "leaves gradients behind",
-    ),
-    "training: no step": (
-        "classes",
-        [("step_optimizer(optimizer,", "(lambda *_: None)(optimizer,")],
-        "changes no parameter",
-    ),
+    "training: gradients add up": ([("    optimizer.zero_grad(set_to_none=True)", "    #")], "leaves gradients behind"),
+    "training: no step": ([("step_optimizer(optimizer,", "(lambda *_: None)(optimizer,")], "changes no parameter"),
     "training: no backward pass": (
-        "classes",
         [("    loss.backward()\n", ""), ("gradient_norm(model.parameters())", "loss")],
         "changes no parameter",
     ),
     "coupled on purpose: gradients add up": (
-        "classes",
         [*CONTRASTIVE, COUPLES, ("    optimizer.zero_grad(set_to_none=True)", "    #")],
         "leaves gradients behind",
     ),
     "coupled on purpose: no step": (
-        "classes",
         [*CONTRASTIVE, COUPLES, ("step_optimizer(optimizer,", "(lambda *_: None)(optimizer,")],
         "changes no parameter",
     ),
     "a critic keeps its gradients": (
-        "classes",
         [*ENCODER, ("return Net(10)", "return Net(64)"), *CRITIC, ("    of_critic.zero_grad(set_to_none=True)\n", "")],
         "leaves gradients behind",
     ),
-    "contrastive, and not said to be": ("classes", CONTRASTIVE, "couples_examples=True"),
-    "triplets, and not said to be": ("classes", [*ENCODER, losses(TRIPLETS)[0]], "couples_examples=True"),
+    "contrastive, and not said to be": (CONTRASTIVE, "couples_examples=True"),
+    "triplets, and not said to be": ([*ENCODER, losses(TRIPLETS)[0]], "couples_examples=True"),
     "soft labels: loss without the mask": (
         "soft",
         [
             *losses("loss = F.cross_entropy(logits.float(), labels, reduction='none')"),
-            (SUMS, SUMS.replace("(loss * counted).sum()", "loss.sum()")),
+            swap(SUMS, "(loss * counted).sum()", "loss.sum()"),
         ],
         "of the same in",
     ),
@@ -623,12 +576,11 @@ REFUSED = {
                 "loss = F.cross_entropy(logits.float().transpose(1, 2), labels.long(), reduction='none')",
                 "correct = (logits.argmax(2) == labels).float()",
             ),
-            (SUMS, SUMS.replace("counted.sum()]", "mask.sum()]")),
+            swap(SUMS, "counted.sum()]", "mask.sum()]"),
         ],
         "expected 0 to 1: a sum over labels",
     ),
     "autoencoder without the mask": (
-        "classes",
         [
             *ENCODER,
             ("return Net(10)", "return Net(64)"),
@@ -638,7 +590,6 @@ REFUSED = {
         OTHER,
     ),
     "F1 of each batch, averaged": (
-        "classes",
         [
             TABLE,
             ("        " + READ, "        tables = [one.cpu().double() for one in sums]"),
@@ -650,20 +601,14 @@ REFUSED = {
         ],
         "of the same in",
     ),
-    "rows of padding are no numbers": (
-        "classes",
-        [*ATTENTION, ("-1e9", "float('-inf')")],
-        "(?i)padding.*nan|nan.*padding",
-    ),
+    "rows of padding are no numbers": ([*ATTENTION, ("-1e9", "float('-inf')")], "(?i)padding.*nan|nan.*padding"),
     "an evaluation fills the queue": (
-        "classes",
         [*QUEUE, *losses("loss = F.cross_entropy(logits, labels.long() * 0, reduction='none')"), (EVAL, "")],
         "changes the model: queue",
     ),
     "a number that a module counts": (
-        "classes",
         [
-            (HEAD, HEAD + "        self.temperature = 2.0\n"),
+            after(HEAD, "        self.temperature = 2.0\n"),
             (
                 FORWARD,
                 "        self.temperature = max(1.0, self.temperature * 0.9)\n"
@@ -673,6 +618,7 @@ REFUSED = {
         "temperature",
     ),
 }
+REFUSED = with_labels(REFUSED)
 REFUSED |= {
     "look ahead every fifth step": ("classes", [("def build_model(", LOOKAHEAD)], r"optimizer.count \(0 -> 1\)"),
     "embeddings of bounded norm": ("classes", [*EMBEDDED, *BOUNDED], "changes the model: table.weight.*max_norm"),
@@ -680,66 +626,41 @@ REFUSED |= {
 LOSSES = "the training step gives a loss of"
 SAID = {  # the run goes on
     "numpy's generator in the step": (
-        "classes",
         [
             ("import torch\n", "import numpy as np\nimport torch\n"),
-            (TRAINED, TRAINED.replace("logits.float()", "logits.float() * np.random.uniform(0.5, 1.5)")),
+            swap(TRAINED, "logits.float()", "logits.float() * np.random.uniform(0.5, 1.5)"),
         ],
         "draws from numpy's generator",
     ),
     "Python's generator in the step": (
-        "classes",
         [
             ("import sys\n", "import random\nimport sys\n"),
-            (TRAINED, TRAINED.replace("logits.float()", "logits.float() * random.uniform(0.5, 1.5)")),
+            swap(TRAINED, "logits.float()", "logits.float() * random.uniform(0.5, 1.5)"),
         ],
         "draws from python's generator",
     ),
-    "noise in an evaluation": (
-        "classes",
-        [(LOGITS, LOGITS + "        logits += torch.randn_like(logits)\n")],
-        "draws random numbers",
-    ),
-    "training: the sum in place of the mean": (
-        "classes",
-        [(TRAINED, TRAINED.replace("long())", 'long(), reduction="sum")'))],
-        LOSSES,
-    ),
-    "training: label smoothing": (
-        "classes",
-        [(TRAINED, TRAINED.replace("long())", "long(), label_smoothing=0.1)"))],
-        LOSSES,
-    ),
-    "training: labels of another class": (
-        "classes",
-        [(TRAINED, TRAINED.replace("labels.long()", "labels.long() * 0"))],
-        LOSSES,
-    ),
+    "noise in an evaluation": ([after(LOGITS, "        logits += torch.randn_like(logits)\n")], "draws random numbers"),
+    "training: the sum in place of the mean": ([swap(TRAINED, "long())", 'long(), reduction="sum")')], LOSSES),
+    "training: label smoothing": ([swap(TRAINED, "long())", "long(), label_smoothing=0.1)")], LOSSES),
+    "training: labels of another class": ([swap(TRAINED, "labels.long()", "labels.long() * 0")], LOSSES),
     "ignored pixels counted in an evaluation": (
         "ignored",
         [*PIXELS, (NO_MASK, "        counted = mask[:, None, None].expand(labels.shape)\n")],
         LOSSES,
     ),
 }
+SAID = with_labels(SAID)
 RIGHT = {
-    "a tuple of outputs": (
-        "classes",
-        [
-            (FORWARD, "        return self.head(x), x\n"),
-            (LOGITS, LOGITS.replace("model(images)", "model(images)[0]")),
-            ("        logits = model(images)\n", "        logits, _ = model(images)\n"),
-        ],
-    ),
-    "as it is": ("classes", []),
-    "BatchNorm": ("classes", NORMED),
-    "dropout": ("classes", DROPPED),
-    "label smoothing": ("classes", [(TRAINED, TRAINED.replace("long())", "long(), label_smoothing=0.001)"))]),
-    "class weights": (
-        "classes",
-        [
-            (TRAINED, TRAINED.replace("long())", "long(), torch.arange(1.0, 11, device=logits.device))")),
-        ],
-    ),
+    "a tuple of outputs": [
+        (FORWARD, "        return self.head(x), x\n"),
+        swap(LOGITS, "model(images)", "model(images)[0]"),
+        ("        logits = model(images)\n", "        logits, _ = model(images)\n"),
+    ],
+    "as it is": [],
+    "BatchNorm": NORMED,
+    "dropout": DROPPED,
+    "label smoothing": [swap(TRAINED, "long())", "long(), label_smoothing=0.001)")],
+    "class weights": [swap(TRAINED, "long())", "long(), torch.arange(1.0, 11, device=logits.device))")],
     "targets (N, 1)": ("column", regression()),
     "targets (N, 3)": ("three", [*regression(), (HEAD.replace("10", "1"), HEAD.replace("10", "3"))]),
     "a class for each pixel": ("pixels", PIXELS),
@@ -754,17 +675,14 @@ RIGHT = {
             ),
         ],
     ),
-    "ordinal classes": (
-        "classes",
-        [
-            (HEAD, HEAD.replace("10", "9")),
-            *losses(
-                "above = (labels[:, None] > torch.arange(9, device=labels.device)).float()\n"
-                "loss = F.binary_cross_entropy_with_logits(logits.float(), above, reduction='none').sum(1)",
-                "correct = ((logits > 0).sum(1) == labels).float()",
-            ),
-        ],
-    ),
+    "ordinal classes": [
+        swap(HEAD, "10", "9"),
+        *losses(
+            "above = (labels[:, None] > torch.arange(9, device=labels.device)).float()\n"
+            "loss = F.binary_cross_entropy_with_logits(logits.float(), above, reduction='none').sum(1)",
+            "correct = ((logits > 0).sum(1) == labels).float()",
+        ),
+    ],
     "tags (B, T, C)": (
         "tags",
         [
@@ -786,45 +704,36 @@ RIGHT = {
             ),
         ],
     ),
-    "autoencoder, classes not used": (
-        "classes",
-        [
-            *ENCODER,
-            ("return Net(10)", "return Net(64)"),
-            *losses("loss = (logits - images.flatten(1) / 255).square().mean(1)"),
-        ],
-    ),
-    "autoencoder whose code is drawn": (
-        "classes",
-        [*NOISY, *losses("loss = (logits - images.flatten(1) / 255).square().mean(1)")],
-    ),
-    "diffusion": (
-        "classes",
-        [
-            *ENCODER,
-            ("return Net(10)", "return Net(64)"),
-            ("images.float() / 255)\n", "images)\n"),
-            (
-                LOGITS,
-                "        noise = torch.randn(len(images), 64, device=images.device)\n"
-                "        logits = model(images.flatten(1) / 255 + noise)\n",
-            ),
-            (
-                "        logits = model(images)\n    ",
-                "        noise = torch.randn(len(images), 64, device=images.device)\n"
-                "        logits = model(images.flatten(1) / 255 + noise)\n    ",
-            ),
-            ("nn.Flatten(), ", "nn.Flatten(), nn.Identity(), "),
-            *losses("loss = (logits - noise).square().mean(1)"),
-        ],
-    ),
-    "contrastive": ("classes", [*CONTRASTIVE, COUPLES]),
-    "triplets": ("classes", [*ENCODER, losses(TRIPLETS)[0], COUPLES]),
-    "a queue of negatives": (
-        "classes",
-        [*QUEUE, *losses("loss = F.cross_entropy(logits, labels.long() * 0, reduction='none')", couples=True)],
-    ),
-    "a generator and its critic": ("classes", [*ENCODER, ("return Net(10)", "return Net(64)"), *CRITIC]),
+    "autoencoder, classes not used": [
+        *ENCODER,
+        ("return Net(10)", "return Net(64)"),
+        *losses("loss = (logits - images.flatten(1) / 255).square().mean(1)"),
+    ],
+    "autoencoder whose code is drawn": [*NOISY, *losses("loss = (logits - images.flatten(1) / 255).square().mean(1)")],
+    "diffusion": [
+        *ENCODER,
+        ("return Net(10)", "return Net(64)"),
+        ("images.float() / 255)\n", "images)\n"),
+        (
+            LOGITS,
+            "        noise = torch.randn(len(images), 64, device=images.device)\n"
+            "        logits = model(images.flatten(1) / 255 + noise)\n",
+        ),
+        (
+            "        logits = model(images)\n    ",
+            "        noise = torch.randn(len(images), 64, device=images.device)\n"
+            "        logits = model(images.flatten(1) / 255 + noise)\n    ",
+        ),
+        ("nn.Flatten(), ", "nn.Flatten(), nn.Identity(), "),
+        *losses("loss = (logits - noise).square().mean(1)"),
+    ],
+    "contrastive": [*CONTRASTIVE, COUPLES],
+    "triplets": [*ENCODER, losses(TRIPLETS)[0], COUPLES],
+    "a queue of negatives": [
+        *QUEUE,
+        *losses("loss = F.cross_entropy(logits, labels.long() * 0, reduction='none')", couples=True),
+    ],
+    "a generator and its critic": [*ENCODER, ("return Net(10)", "return Net(64)"), *CRITIC],
     "soft labels": ("soft", losses("loss = F.cross_entropy(logits.float(), labels, reduction='none')")),
     "label distributions": (
         "soft",
@@ -840,54 +749,35 @@ RIGHT = {
             ),
         ],
     ),
-    "CutMix": (
-        "classes",
-        [
-            (
-                TRAINED,
-                TRAINED.replace(
-                    "F.cross",
-                    "0.75 * F.cross_entropy(logits.float(), labels.long()) + 0.25 * F.cross",
-                ).replace("labels.long())\n", "labels.flip(0).long())\n"),
-            ),
-            COUPLES,
-            (
-                "        logits = model(images)\n    ",
-                (
-                    "        half = (torch.arange(8, device=images.device) < 6).to(images.dtype)\n"
-                    "        logits = model(images * half + images.flip(0) * (1 - half))\n    "
-                ),
-            ),
-        ],
-    ),
-    "macro F1": (
-        "classes",
-        [
-            TABLE,
-            ("        " + READ, "        table = sum(one.cpu().double() for one in sums)"),
-            (
-                RESULT,
-                "return dict(f1=(2 * table.diagonal() / (table.sum(0) + table.sum(1)).clamp(min=1)).mean().item())",
-            ),
-        ],
-    ),
-    "macro AUC, the first examples of one class": (
-        "late",
-        [RESULTS, ALL_RESULTS, (RESULT, "return dict(area=areas)")],
-    ),
-    "hinge": ("classes", losses("loss = F.multi_margin_loss(logits.float(), labels.long(), reduction='none')")),
-    "focal": (
-        "classes",
-        losses(
-            "nats = F.cross_entropy(logits.float(), labels.long(), reduction='none')\n"
-            "loss = (1 - (-nats).exp()) ** 2 * nats",
-            "correct = (logits.argmax(1) == labels).float()",
+    "CutMix": [
+        (
+            TRAINED,
+            TRAINED.replace(
+                "F.cross", "0.75 * F.cross_entropy(logits.float(), labels.long()) + 0.25 * F.cross"
+            ).replace("labels.long())\n", "labels.flip(0).long())\n"),
         ),
+        COUPLES,
+        (
+            "        logits = model(images)\n    ",
+            (
+                "        half = (torch.arange(8, device=images.device) < 6).to(images.dtype)\n"
+                "        logits = model(images * half + images.flip(0) * (1 - half))\n    "
+            ),
+        ),
+    ],
+    "macro F1": [
+        TABLE,
+        ("        " + READ, "        table = sum(one.cpu().double() for one in sums)"),
+        (RESULT, "return dict(f1=(2 * table.diagonal() / (table.sum(0) + table.sum(1)).clamp(min=1)).mean().item())"),
+    ],
+    "macro AUC, the first examples of one class": ("late", [RESULTS, ALL_RESULTS, (RESULT, "return dict(area=areas)")]),
+    "hinge": losses("loss = F.multi_margin_loss(logits.float(), labels.long(), reduction='none')"),
+    "focal": losses(
+        "nats = F.cross_entropy(logits.float(), labels.long(), reduction='none')\n"
+        "loss = (1 - (-nats).exp()) ** 2 * nats",
+        "correct = (logits.argmax(1) == labels).float()",
     ),
-    "counts": (
-        "counts",
-        [*VALUE, *losses("loss = F.poisson_nll_loss(logits, labels.float(), reduction='none')")],
-    ),
+    "counts": ("counts", [*VALUE, *losses("loss = F.poisson_nll_loss(logits, labels.float(), reduction='none')")]),
     "quantiles": (
         "targets",
         [*ENCODER, *losses(PINBALL, "correct, counted = loss * 0, mask[:, None].expand(loss.shape)")],
@@ -897,7 +787,7 @@ RIGHT = {
         "two",
         [
             *TWO_HEADS,
-            (LOGITS, LOGITS.replace(".float()", "")),
+            swap(LOGITS, ".float()", ""),
             *losses(
                 "loss = F.cross_entropy(logits[0], labels[:, 0].long(), reduction='none') * (-logits[2][0]).exp()\n"
                 "loss = loss + (logits[1] - labels[:, 1]).square() * (-logits[2][1]).exp() + logits[2].sum()"
@@ -908,7 +798,7 @@ RIGHT = {
         "same",
         [
             *HALVES,
-            (LOGITS, LOGITS.replace(".float()", "")),
+            swap(LOGITS, ".float()", ""),
             *losses(
                 "distance = (logits[0] - logits[1]).square().sum(1).add(1e-6).sqrt()\n"
                 "loss = labels * distance.square() + (1 - labels) * F.relu(1 - distance).square()"
@@ -930,84 +820,56 @@ RIGHT = {
         ],
     ),
     "ranking within lists": ("relevance", [*SCORES, *losses(RANKING)]),
-    "a transformer's encoder": ("classes", TRANSFORMER),
-    "a set with padding": ("classes", ATTENTION),
-    "two halves of a batch": ("classes", [ONE_HALF]),
-    "sharpness-aware": ("classes", [SHARPNESS, ("    loss.backward()\n", "")]),
-    "gradient penalty": (
-        "classes",
-        [
-            (
-                TRAINED,
-                TRAINED
-                + "    (slopes,) = torch.autograd.grad(logits.logsumexp(1).sum(), pixels, create_graph=True)\n"
-                + "    loss = loss + 1e-6 * slopes.flatten(1).square().sum(1).mean()\n",
-            ),
-            (
-                "        logits = model(images)\n    ",
-                "        pixels = images.float().requires_grad_()\n        logits = model(pixels)\n    ",
-            ),
-        ],
-    ),
-    "rates, decay and betas of groups": (
-        "classes",
-        [
-            (
-                "def build_model(",
-                "def optimizer_of(config, model):\n"
-                "    head = dict(params=model.head.parameters(), lr=1e-4, weight_decay=0.1, betas=(0.8, 0.9))\n"
-                "    rest = [one for name, one in model.named_parameters() if 'head' not in name]\n"
-                "    return make_optimizer(config, [head, dict(params=rest)])\n\n\ndef build_model(",
-            )
-        ],
-    ),
-    "experts that are balanced": (
-        "classes",
-        [*EXPERTS, (TRAINED, TRAINED + "    loss = loss + 0.01 * model.balance\n"), COUPLES],
-    ),
-    "a codebook that follows": ("classes", [*CODEBOOK, (LOGITS, LOGITS.replace(".float()", "")), *losses(QUANTISED)]),
-    "a filter in Fourier space": ("classes", FOURIER),
+    "a transformer's encoder": TRANSFORMER,
+    "a set with padding": ATTENTION,
+    "two halves of a batch": [ONE_HALF],
+    "sharpness-aware": [SHARPNESS, ("    loss.backward()\n", "")],
+    "gradient penalty": [
+        (
+            TRAINED,
+            TRAINED
+            + "    (slopes,) = torch.autograd.grad(logits.logsumexp(1).sum(), pixels, create_graph=True)\n"
+            + "    loss = loss + 1e-6 * slopes.flatten(1).square().sum(1).mean()\n",
+        ),
+        (
+            "        logits = model(images)\n    ",
+            "        pixels = images.float().requires_grad_()\n        logits = model(pixels)\n    ",
+        ),
+    ],
+    "rates, decay and betas of groups": [
+        (
+            "def build_model(",
+            "def optimizer_of(config, model):\n"
+            "    head = dict(params=model.head.parameters(), lr=1e-4, weight_decay=0.1, betas=(0.8, 0.9))\n"
+            "    rest = [one for name, one in model.named_parameters() if 'head' not in name]\n"
+            "    return make_optimizer(config, [head, dict(params=rest)])\n\n\ndef build_model(",
+        )
+    ],
+    "experts that are balanced": [*EXPERTS, after(TRAINED, "    loss = loss + 0.01 * model.balance\n"), COUPLES],
+    "a codebook that follows": [*CODEBOOK, swap(LOGITS, ".float()", ""), *losses(QUANTISED)],
+    "a filter in Fourier space": FOURIER,
     "a conditional random field": ("tags", [*CHAIN, *losses(FORWARD_SUMS)]),
-    "the hardest examples of a batch": (
-        "classes",
-        [
-            (
-                TRAINED,
-                TRAINED.replace("long())", "long(), reduction='none')") + "    loss = loss.topk(4).values.mean()\n",
-            ),
-            COUPLES,
-        ],
-    ),
-    "stochastic depth": (
-        "classes",
-        [
-            (
-                HIDDEN,
-                HIDDEN
-                + "        if self.training:\n"
-                + "            x = x * (torch.rand(len(x), 1, device=x.device) < 0.8) / 0.8\n",
-            )
-        ],
-    ),
-    "capsules with routing": (
-        "classes",
-        [*CAPSULES, *losses(MARGINS, "correct = (logits.argmax(1) == labels).float()")],
-    ),
-    "a flow with a determinant": ("classes", [*FLOW, *losses("loss = logits / 64")]),
-    "a bag of embeddings": ("classes", EMBEDDED),
+    "the hardest examples of a batch": [
+        (TRAINED, TRAINED.replace("long())", "long(), reduction='none')") + "    loss = loss.topk(4).values.mean()\n"),
+        COUPLES,
+    ],
+    "stochastic depth": [
+        (
+            HIDDEN,
+            HIDDEN
+            + "        if self.training:\n"
+            + "            x = x * (torch.rand(len(x), 1, device=x.device) < 0.8) / 0.8\n",
+        )
+    ],
+    "capsules with routing": [*CAPSULES, *losses(MARGINS, "correct = (logits.argmax(1) == labels).float()")],
+    "a flow with a determinant": [*FLOW, *losses("loss = logits / 64")],
+    "a bag of embeddings": EMBEDDED,
     "a U-net": ("pixels", UNET),
-    "a penalty that grows with the step": (
-        "classes",
-        [(TRAINED, TRAINED + "    loss = loss + metrics.step[0].float() / 20 * model.head.weight.square().mean()\n")],
-    ),
-    "two passes that agree": (
-        "classes",
-        [*DROPPED, (TRAINED, TRAINED + indent(dedent(AGAIN).strip(), "    ") + "\n")],
-    ),
-    "decorrelated views": (
-        "classes",
-        [*CONTRASTIVE[:-1], (TRAINED, indent(dedent(DECORRELATED).strip(), "    ") + "\n"), COUPLES],
-    ),
+    "a penalty that grows with the step": [
+        after(TRAINED, "    loss = loss + metrics.step[0].float() / 20 * model.head.weight.square().mean()\n")
+    ],
+    "two passes that agree": [*DROPPED, (TRAINED, TRAINED + indent(dedent(AGAIN).strip(), "    ") + "\n")],
+    "decorrelated views": [*CONTRASTIVE[:-1], (TRAINED, indent(dedent(DECORRELATED).strip(), "    ") + "\n"), COUPLES],
     "the median of all errors": (
         "targets",
         [
@@ -1018,40 +880,34 @@ RIGHT = {
             (RESULT, "return dict(test_loss=errors.mean().item(), median=errors.median().item())"),
         ],
     ),
-    "mixup by a Beta distribution": (
-        "classes",
-        [
-            (
-                TO_LOGITS,
-                "        share = torch.distributions.Beta(0.4, 0.4).sample((len(images), 1, 1)).to(images.device)\n"
-                "        logits = model(share * images + (1 - share) * images.flip(0))\n    ",
-            ),
-            COUPLES,
-        ],
-    ),
-    "a frozen layer": ("classes", [(HEAD, HEAD + "        self.conv1.requires_grad_(False)\n")]),
+    "mixup by a Beta distribution": [
+        (
+            TO_LOGITS,
+            "        share = torch.distributions.Beta(0.4, 0.4).sample((len(images), 1, 1)).to(images.device)\n"
+            "        logits = model(share * images + (1 - share) * images.flip(0))\n    ",
+        ),
+        COUPLES,
+    ],
+    "a frozen layer": [after(HEAD, "        self.conv1.requires_grad_(False)\n")],
 }
+RIGHT = with_labels(RIGHT)
 
 MEANT = {  # right, and it is said that the losses of the two steps differ, as they are meant to
-    "an angular margin": ("classes", [*ANGULAR, (TO_LOGITS, TO_LOGITS.replace("images", "images, labels"))]),
-    "an evaluation of mirrored images too": (
-        "classes",
-        [(LOGITS, "        logits = (model(images) + model(images.flip(2))).float() / 2\n")],
-    ),
-    "an energy sampled by Langevin": (
-        "classes",
-        [
-            *VALUE,
-            (TRAINED, indent(dedent(LANGEVIN).strip(), "    ") + "\n"),
-            (CORRECT + LOSS, "        loss = logits\n"),
-            (NO_MASK, NO_MASK + "        correct = loss * 0\n"),
-        ],
-    ),
-    "a penalty on singular values": (
-        "classes",
-        [(TRAINED, TRAINED + "    loss = loss + 1e-3 * torch.linalg.svdvals(model.head.weight).sum()\n")],
-    ),
+    "an angular margin": [*ANGULAR, swap(TO_LOGITS, "images", "images, labels")],
+    "an evaluation of mirrored images too": [
+        (LOGITS, "        logits = (model(images) + model(images.flip(2))).float() / 2\n")
+    ],
+    "an energy sampled by Langevin": [
+        *VALUE,
+        (TRAINED, indent(dedent(LANGEVIN).strip(), "    ") + "\n"),
+        (CORRECT + LOSS, "        loss = logits\n"),
+        after(NO_MASK, "        correct = loss * 0\n"),
+    ],
+    "a penalty on singular values": [
+        after(TRAINED, "    loss = loss + 1e-3 * torch.linalg.svdvals(model.head.weight).sum()\n")
+    ],
 }
+MEANT = with_labels(MEANT)
 SAID |= {name: (*copy, LOSSES) for name, copy in MEANT.items()}
 
 

@@ -85,9 +85,8 @@ class Pretended:
     def report(self, estimated: float) -> dict:
         fits = "--preset=distributed" not in self.command or "transformer_tpu.py" not in self.command
         self.code = 0 if fits else 1
-        found = Report(
-            "v5litepod-8", 8, "SPMD over 8 devices", fits, fits, "" if fits else "needs 20.00 of 15.75 GiB", 0
-        )
+        reason = "" if fits else "needs 20.00 of 15.75 GiB"
+        found = Report("v5litepod-8", 8, "SPMD over 8 devices", fits, fits, reason, 0)
         if fits:  # a fifth of the predicted step has no price of the compiler's
             times = dict(estimated_ms=0.8 * estimated, ruled_ms=0.2 * estimated, estimated_mfu=0.5)
             found = dataclasses.replace(found, peak_bytes=5 * GIB, **times).with_prediction()
@@ -104,11 +103,7 @@ class Pretended:
         for folder, name, content in (
             (run_dir, "metrics.jsonl", "\n".join(map(json.dumps, lines))),
             (run_dir, "summary.json", json.dumps(summary | dict(goodput=goodput, test_accuracy=342 / 360))),
-            (
-                run_dir / "checkpoints/step_00000060",
-                "done",
-                '{"files": {"state.safetensors": {"bytes": 8, "crc32": 1}}}',
-            ),
+            (run_dir / "checkpoints/step_00000060", "done", '{"files": {"state.safetensors": {"bytes": 8}}}'),
             (run_dir / "tensorboard/plugins/profile/now", "vm.xplane.pb", ""),
         ):
             folder.mkdir(parents=True, exist_ok=True)
@@ -348,8 +343,6 @@ def test_bad_options_are_refused_in_one_message(monkeypatch, tmp_path, capsys, a
 
 
 # ------------------------------------------------------------------------------------------------- which machine it is
-
-
 @pytest.mark.parametrize(
     "chips, named, slice_name, devices",
     [
@@ -401,8 +394,6 @@ def test_the_bound_is_the_compilers():
 
 
 # ---------------------------------------------------------------------------------------- aot_tpu.py with a calibration
-
-
 def test_a_report_of_the_compiler_says_what_was_measured(measured, monkeypatch, capsys):
     vm, _ = measured
     kept = Report("v5litepod-1", 1, "one device", True, True, "", 16 * GIB, estimated_ms=73.9).with_prediction()
@@ -454,8 +445,6 @@ def test_a_calibration_is_read_or_refused(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------ on the CPU, whole
-
-
 def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 

@@ -17,7 +17,8 @@ from tools import convert_llmc
 from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.checkpoint import Checkpoints
 
-SHAPE = ModelShape(num_layers=2, num_heads=2, embedding_dim=32, sequence_length=16, vocab_size=200)
+OPTIONS = dict(num_layers=2, num_heads=2, embedding_dim=32, sequence_length=16, vocab_size=200)
+SHAPE = ModelShape(**OPTIONS)
 
 
 def write_debug_state(path, shape, state):
@@ -63,9 +64,8 @@ def test_layout_is_the_one_llmc_reads(tmp_path, tensors):
     D, L = 32, 2
     before_qkv = 256 * D + 16 * D + 2 * L * D  # wte (padded), wpe, ln1w, ln1b
     layer, row, column = 1, 70, 5
-    assert (
-        values[before_qkv + (layer * 3 * D + row) * D + column] == tensors["qkv_weight"].reshape(L, 3 * D, D)[1, 70, 5]
-    )
+    found = values[before_qkv + (layer * 3 * D + row) * D + column]
+    assert found == tensors["qkv_weight"].reshape(L, 3 * D, D)[layer, row, column]
     assert values[-1] == tensors["final_ln_bias"][-1] and values[-D - 1] == tensors["final_ln_weight"][-1]
 
 
@@ -105,26 +105,24 @@ def test_damaged_weights_are_refused(tmp_path, tensors, damage, message, capsys)
 
 
 def test_a_weight_that_bfloat16_has_no_number_for_is_refused(tmp_path, tensors):
-    options = dict(num_layers=2, num_heads=2, embedding_dim=32, sequence_length=16, vocab_size=200)
     (tmp_path / "run").mkdir()
     large = {name: torch.full_like(tensor, 3.4e38) for name, tensor in split_layers(tensors).items()}
-    Checkpoints(tmp_path / "run" / "checkpoints", 1).save(7, {"model": large}, {"config": options})
+    Checkpoints(tmp_path / "run" / "checkpoints", 1).save(7, {"model": large}, {"config": OPTIONS})
     with pytest.raises(InputError, match=r"step_00000007: [\w.]*, as torch.bfloat16: .* values are infinite"):
         convert_llmc.main(["export", str(tmp_path / "run"), str(tmp_path / "out.bin"), "bf16"])
     assert convert_llmc.main(["export", str(tmp_path / "run"), str(tmp_path / "out.bin")]) == 0
 
 
 def test_checkpoint_of_a_run_is_exported(tmp_path, tensors):
-    options = dict(num_layers=2, num_heads=2, embedding_dim=32, sequence_length=16, vocab_size=200)
     (tmp_path / "run").mkdir()
-    Checkpoints(tmp_path / "run" / "checkpoints", 1).save(7, {"model": split_layers(tensors)}, {"config": options})
+    Checkpoints(tmp_path / "run" / "checkpoints", 1).save(7, {"model": split_layers(tensors)}, {"config": OPTIONS})
     assert convert_llmc.main(["export", str(tmp_path / "run"), str(tmp_path / "out.bin"), "bf16"]) == 0
     shape, found = llmc_weights.read_model(tmp_path / "out.bin")
     assert shape == SHAPE
     assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in tensors.items())
     worse = {name: tensor + 1 for name, tensor in split_layers(tensors).items()}
     best = {"step": 7, "field": "validation_loss", "value": 3.5}
-    Checkpoints(tmp_path / "run" / "checkpoints", 2).save(9, {"model": worse}, {"config": options, "best": best})
+    Checkpoints(tmp_path / "run" / "checkpoints", 2).save(9, {"model": worse}, {"config": OPTIONS, "best": best})
     for which, expected in ((["best"], 0), ([], 1)):
         arguments = convert_llmc.parse(["export", str(tmp_path / "run"), str(tmp_path / "out.bin"), *which])
         assert convert_llmc.main(arguments) == 0
@@ -217,15 +215,8 @@ def test_what_is_no_file_is_refused(tmp_path, capsys, kind):
     assert f"x.bin is a {kind}; expected an llm.c GPT-2 model" in capsys.readouterr().err
 
 
-OPTIONS = dict(num_layers=2, num_heads=2, embedding_dim=32, sequence_length=16, vocab_size=200)
 CHANGED = [dict(num_layers=v) for v in ("2", 2.5, None, True, -1, 10**9, [], 10**30)]
-CHANGED += [
-    dict(embedding_dim=33),
-    dict(embedding_dim=2**40),
-    dict(embedding_dim=2**36),
-    dict(vocab_size=10**12),
-    dict(num_heads=3),
-]
+CHANGED += [*(dict(embedding_dim=v) for v in (33, 2**40, 2**36)), dict(vocab_size=10**12), dict(num_heads=3)]
 CHANGED += [dict(dataset="other"), dict(dataset=[]), dict(precision=7), dict(model_size="huge"), dict(model_size={})]
 
 

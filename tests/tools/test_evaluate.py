@@ -35,15 +35,10 @@ LONGEST = 160  # tokens: less than the longest questions
 def folder(request, tmp_path_factory) -> Path:
     """A model of Hugging Face with a tokenizer, which puts a token before a text for the Llama alone. The GPT-2
     finds one word likelier than others, so that it completes some texts."""
-    path = trained(
-        tmp_path_factory.mktemp(request.param),
-        begins=request.param == "llama",
-        tokenizer_config=dict(
-            eos_token="<|end|>",
-            bos_token="<|begin|>" if request.param == "llama" else None,
-            tokenizer_class="PreTrainedTokenizerFast",
-        ),
-    )
+    begins = request.param == "llama"
+    said = dict(eos_token="<|end|>", bos_token="<|begin|>" if begins else None)
+    said |= dict(tokenizer_class="PreTrainedTokenizerFast")
+    path = trained(tmp_path_factory.mktemp(request.param), begins=begins, tokenizer_config=said)
     be = json.loads((path / "tokenizer.json").read_text())["model"]["vocab"]["\u0120be"]
     torch.manual_seed(0)
     if request.param == "gpt2":
@@ -168,14 +163,11 @@ def test_what_stands_around_a_question_is_what_the_harness_puts_there(folder, tm
     harness._loglikelihood_tokens = lambda requests, **_: found.extend(requests) or []
     harness.loglikelihood([Instance("loglikelihood", {}, pair, n) for n, pair in enumerate(asked)], True)
     tokenizer = open_source(hf=str(copied)).tokenizer
-    assert [encode_pair(tokenizer, *pair) for pair in asked] == [
-        (context + continuation, len(continuation)) for _, context, continuation in found
-    ]
+    expected = [(context + continuation, len(continuation)) for _, context, continuation in found]
+    assert [encode_pair(tokenizer, *pair) for pair in asked] == expected
 
 
 # ---------------------------------------------------------------------------------------------------- nanochat's CORE
-
-
 # render_prompts_mc(), render_prompts_schema() and render_prompts_lm() of nanochat/core_eval.py
 TEMPLATES = dict(
     multiple_choice="""{%- for example in fewshot_examples -%}
@@ -260,8 +252,6 @@ def test_core_is_nanochats(theirs, ours, tmp_path, limit):
 
 
 # --------------------------------------------------------------------------------------------------- graphs and devices
-
-
 def test_one_graph_for_each_length_that_occurs(ours, tmp_path):
     source, model = ours
     assert lengths_of(1000) == [128, 256, 512, 1000] and lengths_of(1024) == [128, 256, 512, 1024]
@@ -309,8 +299,6 @@ def test_four_devices_give_the_same_answers(folder, ours, tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------------------- a run
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
     """A folder with a run on bytes, and its tasks."""
@@ -392,18 +380,13 @@ def test_a_checkpoint_is_scored_as_in_its_run(runs, tmp_path, capsys):
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals
-
-
 @pytest.mark.parametrize(
     "options, message",
     [
         ([], "give one of RUN, --hf and --llmc"),
         (["--hf=a"], "nothing is asked; give --tasks NAME=PATH or --text FILE"),
         (["--hf=a", "--checkpoint=best", "--text=x"], "only a run has checkpoints"),
-        (
-            ["--hf=a", "--tasks", "hellswag=x"],
-            "tasks has 'hellswag'; expected a task of lm_eval; did you mean hellaswag?",
-        ),
+        (["--hf=a", "--tasks", "hellswag=x"], "tasks has 'hellswag'; expected a task of lm_eval; did you mean"),
         (["--hf=a", "--tasks", "piqa"], "expected NAME=PATH"),
         (["--hf=a", "--tasks", "piqa=missing.jsonl"], "missing.jsonl: no such file"),
         (["--hf=a", "--tasks", "core=missing"], "core.yaml: no such file"),

@@ -45,29 +45,10 @@ MIXTURE = dataclasses.replace(UNTIED, num_layers=1, family="mixtral", num_expert
 PROMPTS = [[5, 250, 17], list(range(40, 63)), [299]]
 
 
-def their_model(shape: ModelShape):
-    if isinstance(shape, LlamaShape):
-        return hugging_face_model(shape)
-    torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=shape.vocab_size,
-            n_positions=shape.sequence_length,
-            n_embd=shape.embedding_dim,
-            n_layer=shape.num_layers,
-            n_head=shape.num_heads,
-        )
-    )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(parameter + torch.randn_like(parameter) * 0.08)
-    return model
-
-
 @pytest.fixture(scope="module", params=SHAPES)
 def folder(request, tmp_path_factory):
     """A model of Hugging Face with random weights, as they save it, and the model itself."""
-    model = their_model((SHAPES | {"mixture": MIXTURE})[request.param]).eval()
+    model = hugging_face_model((SHAPES | {"mixture": MIXTURE})[request.param]).eval()
     path = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(path)
     return path, model
@@ -88,14 +69,8 @@ def test_greedy_tokens_are_those_of_hugging_face_in_two_graphs(folder, greedy):
     model, found, graphs = greedy
     assert isinstance(model, Llama if isinstance(model.shape, LlamaShape) else GPT)
     given = torch.tensor(PROMPTS[:1])
-    expected = theirs.generate(
-        given,
-        attention_mask=torch.ones_like(given),
-        do_sample=False,
-        max_new_tokens=200,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+    options = dict(attention_mask=torch.ones_like(given), do_sample=False, eos_token_id=None, pad_token_id=0)
+    expected = theirs.generate(given, max_new_tokens=200, **options)
     assert found[0] == expected[0, len(PROMPTS[0]) :].tolist()
     for prompt, tokens in zip(PROMPTS, found, strict=True):  # the same, by one pass over what was found
         with torch.no_grad():
@@ -389,12 +364,6 @@ def test_options_that_cannot_work(options):
         GenerateConfig(**options)
 
 
-def save_run(folder, config, model):
-    Checkpoints(folder / "checkpoints", 1).save(
-        1, {"model": model.state_dict()}, {"config": dataclasses.asdict(config)}
-    )
-
-
 @pytest.mark.parametrize(
     ("options", "kind"),
     [
@@ -410,7 +379,8 @@ def test_a_run_brings_its_model_and_tokenizer(tmp_path, options, kind):
     config = TransformerConfig(**options, **sizes)
     saved = (Llama if isinstance(config.shape, LlamaShape) else GPT)(config.shape)
     saved.initialise(0)
-    save_run(tmp_path, config, saved)
+    state = {"model": saved.state_dict()}
+    Checkpoints(tmp_path / "checkpoints", 1).save(1, state, {"config": dataclasses.asdict(config)})
     source = sources.open_source(run_dir=str(tmp_path))
     assert type(source.tokenizer).__name__ == kind and source.shape == config.shape
     assert source.start == (None if kind == "Numbers" else 256)
@@ -441,19 +411,9 @@ def test_a_run_with_adapters_is_read_as_their_sum(tmp_path):
     assert not [name for name, _ in merged.named_parameters() if "lora" in name]
 
 
-CONFIG_OF_LLAMA_TINY = dict(
-    model_type="llama",
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    hidden_size=128,
-    max_position_embeddings=64,
-    vocab_size=257,
-    num_key_value_heads=2,
-    intermediate_size=384,
-    tie_word_embeddings=True,
-    rope_theta=1e4,
-    rms_norm_eps=1e-5,
-)
+CONFIG_OF_LLAMA_TINY = dict(model_type="llama", num_hidden_layers=2, num_attention_heads=4, hidden_size=128)
+CONFIG_OF_LLAMA_TINY |= dict(max_position_embeddings=64, vocab_size=257, num_key_value_heads=2, intermediate_size=384)
+CONFIG_OF_LLAMA_TINY |= dict(tie_word_embeddings=True, rope_theta=1e4, rms_norm_eps=1e-5)
 
 
 def test_weights_of_llmc_are_loaded(tmp_path):
@@ -481,7 +441,7 @@ def with_wrong(tensors: dict[str, torch.Tensor], name: str, value: float) -> dic
 @pytest.mark.parametrize("kind", ["hf", "bfloat16", "sharded", "llmc", "run", "adapter"])
 def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path, kind, value):
     if kind in ("hf", "bfloat16", "sharded"):
-        model = their_model(GPT2).to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
+        model = hugging_face_model(GPT2).to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
         with torch.no_grad():
             model.transformer.h[1].mlp.c_fc.weight[3, 5] = value
         model.save_pretrained(tmp_path, **(dict(max_shard_size="100KB") if kind == "sharded" else {}))

@@ -96,11 +96,8 @@ def test_it_goes_on_from_the_newest_checkpoint_until_it_ends_well(kept, tmp_path
     assert found["lost_seconds"]["recompile"] >= 0.02, "what the two attempts said that logged, after the first"
     assert found["seconds"] > sum(found["lost_seconds"].values())
     restarts = [line for line in lines_of(tmp_path / "run") if line["kind"] == "restart"]
-    assert [(line["step"], line["attempt"], line["reason"]) for line in restarts] == [
-        (2, 1, "killed by SIGKILL"),
-        (4, 2, "exit code 1"),
-        (6, 3, "exit code 143"),
-    ]
+    reasons = [(2, 1, "killed by SIGKILL"), (4, 2, "exit code 1"), (6, 3, "exit code 143")]
+    assert [(line["step"], line["attempt"], line["reason"]) for line in restarts] == reasons
     assert "kept       killed by SIGKILL; goes on in 1 s, from step 2" in done.stderr
 
 
@@ -116,9 +113,8 @@ def test_a_folder_that_is_not_as_it_was_costs_lines_and_not_the_run(kept, tmp_pa
     }[what]
     killed = "            os.kill(os.getpid(), signal.SIGKILL)"
     again = "folder.joinpath('metrics.jsonl').unlink() if folder.joinpath('metrics.jsonl').is_fifo() else None"
-    script = script.replace(killed, f"            {spoil}\n{killed}").replace(
-        'print("first"', f'{again}\nprint("first"'
-    )
+    script = script.replace(killed, f"            {spoil}\n{killed}")
+    script = script.replace('print("first"', f'{again}\nprint("first"')
     if what == "summary is large":
         script = script.replace("dict(steps=10)", "dict(steps=10, padding='x' * (1 << 21))")
     (tmp_path / "script.py").write_text(script)
@@ -223,7 +219,6 @@ def test_a_command_line_that_goes_on():
 
 
 # ------------------------------------------------------------------------------------------------------- several hosts
-
 # Ten steps on several hosts, each of which waits until all have come to the next one, as a collective does. Host 0 logs
 # and saves. A stop on one host stops all, as the training scripts agree on it.
 ON_HOSTS = """
@@ -293,14 +288,8 @@ class Hosts:
         for index in indices or range(self.count):
             names = ",".join(["localhost"] * self.count)
             here = {"TPU_WORKER_ID": index, "TPU_WORKER_HOSTNAMES": names, "TPU_SKIP_MDS_QUERY": 1}
-            self.running[index] = subprocess.Popen(
-                self.command,
-                cwd=ROOT,
-                env=environment_with(here),
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-            )
+            pipes = dict(text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            self.running[index] = subprocess.Popen(self.command, cwd=ROOT, env=environment_with(here), **pipes)
 
     def fault(self, index: int, kind: str) -> None:
         (self.run_dir / f"fault_{index}").write_text(kind)

@@ -101,10 +101,8 @@ def test_what_was_lost_to_restarts_is_a_bar_of_its_own(tmp_path):
     axes = panel(figure, "where the time")
     assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "all 3 attempts"]
     widths = {bars.get_label(): bars.patches[0].get_width() for bars in axes.containers}
-    assert widths == {
-        **{"start_up": 25, "step": 75, "other": 0},
-        **{"kept_work": 60, "restart": 10, "recompile": 5, "lost_steps": 15, "silence": 0, "waiting": 10},
-    }
+    parts = dict(kept_work=60, restart=10, recompile=5, lost_steps=15, silence=0, waiting=10)
+    assert widths == dict(start_up=25, step=75, other=0) | parts
     assert {"4 s", "20 s"} <= {text.get_text() for text in axes.texts}
 
 
@@ -154,8 +152,7 @@ def test_no_text_lies_on_another(tmp_path, count):
 
 def test_values_that_are_not_finite_are_gaps(tmp_path):
     folder = make_run(tmp_path / "a", finished=False)
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(dict(kind="train", step=50, loss=None, learning_rate=0.1, examples_per_second=None)))
+    add_line(folder, kind="train", step=50, loss=None, learning_rate=0.1, examples_per_second=None)
     figure = plot_run.plot([plot_run.read_run(folder)])
     values = curves(panel(figure, "loss"), "loss")[0]
     assert values[-1, 0] == 50 and np.isnan(values[-1, 1]) and np.isfinite(values[:-1]).all()
@@ -163,8 +160,7 @@ def test_values_that_are_not_finite_are_gaps(tmp_path):
 
 def test_panels_have_the_same_steps_and_a_loss_over_many_decades_has_labels(tmp_path):
     folder = make_run(tmp_path / "a")
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(dict(kind="eval", step=40, test_loss=7e30, accuracy=1.0)))
+    add_line(folder, kind="eval", step=40, test_loss=7e30, accuracy=1.0)
     figure = plot_run.plot([plot_run.read_run(folder)])
     loss, accuracy = panel(figure, "loss"), panel(figure, "accuracy")
     assert loss.get_xlim() == accuracy.get_xlim()
@@ -188,8 +184,7 @@ def test_a_single_evaluation_is_told_from_the_training(tmp_path):
 
 def test_lines_that_a_resumed_run_wrote_again_count_once(tmp_path):
     folder = make_run(tmp_path / "a", finished=False)
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(dict(kind="train", step=20, loss=7.0, learning_rate=0.1)) + "\n")
+    add_line(folder, kind="train", step=20, loss=7.0, learning_rate=0.1)
     steps, values = plot_run.read_run(folder).curves["train", "loss"]
     assert list(steps) == [10, 20, 30, 40] and values[1] == 7.0
 
@@ -270,10 +265,8 @@ def test_no_damage_of_a_run_is_a_crash(tmp_path, capsys):
     good = make_run(tmp_path / "good", floor=0.2, experts=[[3, 4], [7, 0]])
     lines = (good / "metrics.jsonl").read_bytes().splitlines()
     damaged = [mutated_json(json.loads(line), 90, place) for place, line in enumerate(lines)]
-    summaries, configs = (
-        mutated_json(json.loads((good / "summary.json").read_text()), 90, 50),
-        mutated_json({"a": 0}, 90),
-    )
+    summaries = mutated_json(json.loads((good / "summary.json").read_text()), 90, 50)
+    configs = mutated_json({"a": 0}, 90)
     random, runs, refused = np.random.default_rng(0), [], 0
     for number in range(90):
         (folder := tmp_path / str(number)).mkdir()

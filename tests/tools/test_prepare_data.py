@@ -26,17 +26,8 @@ def prepare(monkeypatch, *arguments) -> int:
 def test_bytes_to_shards_and_back(tmp_path, monkeypatch):
     text = "To be, or not to be.\n\n" + "Öther ünicode: \N{SNOWMAN}\n\n" + "third " * 60
     (tmp_path / "in.txt").write_text(text)
-    code = prepare(
-        monkeypatch,
-        tmp_path / "in.txt",
-        "--output",
-        tmp_path / "out" / "t",
-        "--document_separator",
-        "\n\n",
-        "--shard_tokens",
-        100,
-    )
-    assert code == 0
+    options = ["--output", tmp_path / "out" / "t", "--document_separator", "\n\n", "--shard_tokens", 100]
+    assert prepare(monkeypatch, tmp_path / "in.txt", *options) == 0
     paths = sorted((tmp_path / "out").glob("t_train_*.bin"))
     assert len(paths) > 1 and (tmp_path / "out" / "t_val_000000.bin").exists()
     tokens = np.concatenate([llmc_files.open_token_shard(path, 257) for path in paths])
@@ -44,9 +35,7 @@ def test_bytes_to_shards_and_back(tmp_path, monkeypatch):
     validation = llmc_files.open_token_shard(tmp_path / "out" / "t_val_000000.bin", 257)
     both = [bytes(part[part < 256].astype(np.uint8)) for part in (tokens, validation)]
     assert b"".join(both).decode() == text.replace("\n\n", "")
-    with pytest.raises(
-        InputError, match=r"vocabulary of 257 .bytes., but vocab_size is 50257; .* use --vocab_size 257"
-    ):
+    with pytest.raises(InputError, match=r"vocabulary of 257 .bytes., but vocab_size is 50257; .* use --vocab_size"):
         TokenShards(str(tmp_path / "out" / "t_train_*.bin"), 50257, 16, 2)
     source = TokenShards(str(tmp_path / "out" / "t_train_*.bin"), 257, 16, 2)
     np.testing.assert_array_equal(source.batch(0)[1], tokens[16:33])
@@ -150,14 +139,8 @@ def replace_shard(folder, number):
     ("change", "said"),
     [
         (lambda t: (t / "t_train_000001.bin").unlink(), r"t_train_000001\.bin is missing \(1 such shards\)"),
-        (
-            lambda t: (t / "o_train_000000.bin").replace(t / "t_train_000001.bin"),
-            r"000001\.bin is of another preparation",
-        ),
-        (
-            lambda t: (t / "o_train_000000.bin").replace(t / "t_train_000099.bin"),
-            r"000099\.bin is of another preparation",
-        ),
+        (lambda t: (t / "o_train_000000.bin").replace(t / "t_train_000001.bin"), r"000001\.bin is of another"),
+        (lambda t: (t / "o_train_000000.bin").replace(t / "t_train_000099.bin"), r"000099\.bin is of another"),
         (lambda t: (t / "t_shards.json").write_text("{"), r"t_shards\.json cannot be read as JSON"),
         (lambda t: (t / "t_shards.json").write_text("[]"), r"t_shards\.json holds list"),
         (lambda t: (t / "t_shards.json").write_text('{"complete": true}'), "still being written"),
@@ -258,11 +241,7 @@ def test_shards_of_a_tokenizer_json(tmp_path, monkeypatch, capsys, vocab_size):
         (lambda p: p.write_text("{}\n"), ["--hellaswag"], "line 1: not a HellaSwag question"),
         (lambda p: p.write_text(""), ["--hellaswag"], "0 questions; expected 1 to 65536"),
         (lambda p: p.write_bytes(b"\xff\n"), ["--hellaswag"], "line 1: not a HellaSwag question"),
-        (
-            lambda p: p.write_text(DEEP + "\n"),
-            ["--hellaswag"],
-            "question: it is nested too deep",
-        ),
+        (lambda p: p.write_text(DEEP + "\n"), ["--hellaswag"], "question: it is nested too deep"),
         (lambda p: p.write_text("x"), ["--shard_tokens", "3000000000"], "at most 2147483647"),
         (lambda p: p.write_text("x"), ["--document_separator", "\udcff"], "expected UTF-8 text"),
         (lambda p: make_irregular(p, "FIFO"), [], "in.txt is a FIFO; expected"),

@@ -212,31 +212,21 @@ def test_skip_counts_in_the_log_and_resumes_bit_identical(tmp_path, capsys, bad_
     assert json.loads((resumed / "summary.json").read_text())["skipped_steps"] == summary["skipped_steps"]
 
 
-def test_resuming_a_finished_run_keeps_the_count(tmp_path, bad_gradients):
-    options = [*TINY, "--on_nonfinite=skip", "--run_dir", tmp_path / "run"]
-    assert in_process(*options) == 0
-    first = json.loads((tmp_path / "run" / "summary.json").read_text())["skipped_steps"]
-    assert in_process(*options, "--resume=auto") == 0
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["skipped_steps"] == first >= 1
-
-
-def test_the_transformer_says_which_step_and_stops(tmp_path, capsys):
-    options = ["--num_layers=1", "--num_heads=2", "--embedding_dim=32", "--sequence_length=16", "--num_steps=12"]
-    options += ["--global_batch_size=4", "--warmup_steps=0", "--device=cpu", "--no_tensorboard", "--log_every=6"]
-    options += ["--run_dir", str(tmp_path / "run"), "--optimizer=sgd", "--learning_rate=1e38", "--clip_gradient_norm=0"]
-    code = run_script(lambda: transformer_tpu.train(parse_command_line(TransformerConfig, "", options)))
-    error = capsys.readouterr().err
-    assert code == 1 and "of steps 1 to 6 read now" in error and "there is no checkpoint before it" in error
-
-
-def test_resuming_a_finished_transformer_run_keeps_the_count(tmp_path, capsys):
+def test_the_transformer_stops_or_skips_and_keeps_its_count_when_it_is_resumed(tmp_path, capsys):
     """Its state comes back by another way than that of the MNIST script: straight into the places on the mesh."""
     options = ["--num_layers=1", "--num_heads=2", "--embedding_dim=32", "--sequence_length=16", "--num_steps=6"]
     options += ["--global_batch_size=4", "--warmup_steps=0", "--device=cpu", "--no_tensorboard", "--log_every=6"]
-    options += ["--run_dir", str(tmp_path / "run"), "--optimizer=sgd", "--learning_rate=1e38", "--clip_gradient_norm=0"]
-    config = parse_command_line(TransformerConfig, "", [*options, "--on_nonfinite=skip", "--resume=auto"])
+    options += ["--optimizer=sgd", "--learning_rate=1e38", "--clip_gradient_norm=0"]
+
+    def train(run_dir, *more: str) -> int:
+        config = parse_command_line(TransformerConfig, "", [*options, f"--run_dir={run_dir}", *more])
+        return run_script(lambda: transformer_tpu.train(config))
+
+    assert train(tmp_path / "stops") == 1
+    error = capsys.readouterr().err
+    assert "of steps 1 to 6 read now" in error and "there is no checkpoint before it" in error
     counts = []
     for _ in range(2):
-        assert run_script(lambda: transformer_tpu.train(config)) == 0, capsys.readouterr().err
+        assert train(tmp_path / "run", "--on_nonfinite=skip", "--resume=auto") == 0, capsys.readouterr().err
         counts.append(json.loads((tmp_path / "run" / "summary.json").read_text())["skipped_steps"])
     assert counts[0] == counts[1] >= 4

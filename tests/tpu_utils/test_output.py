@@ -187,11 +187,7 @@ def raises(error: Exception):
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
-        (
-            OSError(28, "No space left on device"),
-            1,
-            "No space left on device; make room there, or write elsewhere",
-        ),
+        (OSError(28, "No space left on device"), 1, "No space left on device; make room there, or write elsewhere"),
         (OSError(122, "Disk quota exceeded", "x"), 1, "Disk quota exceeded: 'x'; make room there"),
         (OSError(40, "Too many levels of symbolic links", "x"), 2, "Too many levels of symbolic links: 'x'"),
         (OSError(20, "Not a directory", "x"), 2, "Not a directory: 'x'; choose another path\n"),

@@ -126,7 +126,7 @@ def _devices_needed(traced: Traced, topology: Topology) -> int:
 def compile_elsewhere(
     ask: Callable, traced: Traced, topology: Topology, options: dict[str, str] | None = None, takes_minutes: bool = True
 ) -> Compiled:
-    """As compile_program, in a process of its own. ask: compile_there() or planned_memory(), which know where."""
+    """As compile_program, in a process of its own. ask: compile_there() or plan_program(), which know where."""
     _devices_needed(traced, topology)
     request = dict(partitions=traced.partitions, replicas=traced.replicas)
     request |= dict(donated=traced.donated, shardings=traced.shardings, given=traced.given, shardy=traced.shardy)

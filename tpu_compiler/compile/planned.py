@@ -1,4 +1,4 @@
-"""Memory alone: what a program needs, seconds after it was traced. Imports neither torch nor jax.
+"""A program's plan, seconds after it was traced: its memory and its schedule. Imports neither torch nor jax.
 
 libtpu plans memory in seconds; minutes go by until each operation has its machine code, with which its price comes. It
 writes the plan down where xla_dump_to asks for it, and cannot be told to stop there: so it runs in a child process,
@@ -18,8 +18,8 @@ from tpu_compiler.compile.newest import CHILD, child_environment, write_request
 from tpu_utils.base.errors import TrainingError
 from tpu_utils.base.hardware import Topology
 
-MEMORY_VARIABLE = "AOT_TPU_MEMORY"
-"""Set where memory alone is asked for."""
+PLAN_VARIABLE = "AOT_TPU_PLAN"
+"""Set where a plan is asked for."""
 PLAN = ".after_optimizations-buffer-assignment.txt"
 LAST = ".after_optimizations_after_buffer_assignment.txt"
 CODE_BYTES = 200_000
@@ -27,7 +27,7 @@ CODE_BYTES = 200_000
 had 74,000 to 203,000."""
 
 
-def planned_memory(
+def plan_program(
     python: Path, hlo: bytes, topology: Topology, options: dict[str, str], **request: Any
 ) -> tuple[dict[str, Any], str]:
     """(answer, program text) as of compile_there(), without prices: {"error": message}, or the numbers of

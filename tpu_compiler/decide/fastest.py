@@ -1,9 +1,11 @@
 """The fastest way to run a step on a slice: settings tried one after the other.
 
-Every candidate is compiled, none is guessed. They are ranked by time per example (or token): the predicted step, and
-of communication what the schedule cannot hide. Programs of others took LOW to HIGH of their estimate, so settings
-within EQUAL of each other are called equal, and the one found first is kept. One exception: where one option alone is
-changed, what is common is off by the same, and only the parts that changed can mislead.
+Where a compile takes longer than WORTH_A_PLAN, each candidate is planned first, in seconds: what does not fit by its
+plan, or is slower by roofline by more than a prediction's error, is not compiled. What is compiled is ranked by time
+per example (or token): the predicted step, and of communication what the schedule cannot hide. Programs of others took
+LOW to HIGH of their estimate, so settings within EQUAL of each other are called equal, and the one found first is kept.
+One exception: where one option alone is changed, what is common is off by the same, and only the parts that changed can
+mislead.
 """
 
 import dataclasses
@@ -34,6 +36,10 @@ FIELDS += ("mesh", "shard_parameters", "windowed_einsum", "scan_layers", "global
 WITH_REMAT = ("remat_keep", "offload")
 """Without effect beside --no_remat, so the script refuses them."""
 LABEL = f"predicted, {RULE}, and of communication what the schedule cannot hide; not measured"
+WORTH_A_PLAN = 60.0
+"""Seconds of a compile from which on a plan comes first."""
+PLANNED_MORE = 1.02
+"""A plan's memory over the compiled program's, at most: of four programs of 8B."""
 Compile = Callable[[list[str], float], Report]
 """(options, seconds it may take) -> report. Raises ScriptError."""
 
@@ -160,8 +166,17 @@ def needs_as_much(setting: dict, other: dict) -> bool:
 class Search:
     """The trials on one slice. Deterministic, but for the time that compiles take."""
 
-    def __init__(self, compile_it: Compile, options: Sequence[str], say: Callable[[str], None], seconds: float):
+    def __init__(
+        self,
+        compile_it: Compile,
+        options: Sequence[str],
+        say: Callable[[str], None],
+        seconds: float,
+        plan_it: Compile | None = None,
+    ):
         self.compile_it = compile_it
+        self.plan_it = plan_it
+        self.plans: dict[str, Report] = {}
         self.options = list(options)
         self.say = say
         self.seconds = seconds
@@ -207,9 +222,12 @@ class Search:
         else:
             start = time.monotonic()
             try:
-                report = self.compile_it(options, max(1.0, self.seconds - self.spent))
-                took = report.asked_seconds if report.from_cache else time.monotonic() - start
-                trial = dataclasses.replace(trial, report=report, said=report.reason)
+                if why := self.planned_out(options):
+                    took, trial = time.monotonic() - start, dataclasses.replace(trial, said=f"not compiled: {why}")
+                else:
+                    report = self.compile_it(options, max(1.0, self.seconds - self.spent))
+                    took = report.asked_seconds if report.from_cache else time.monotonic() - start
+                    trial = dataclasses.replace(trial, report=report, said=report.reason)
             except OutOfTimeError as error:
                 took, trial = time.monotonic() - start, dataclasses.replace(trial, said=str(error))
             except ScriptError as error:
@@ -222,6 +240,25 @@ class Search:
             self.best = trial
         self.say(f"{self.spent / 60:5.1f} of {self.seconds / 60:.3g} min  {self.line(trial)}")
         return trial
+
+    def planned_out(self, options: list[str]) -> str:
+        """Why these options are not worth minutes, by their plan; "" if they are, or if a compile is short."""
+        if self.plan_it is None or self.best is None or self.longest < WORTH_A_PLAN:
+            return ""
+        plan, best = self.plan(options), self.plan(self.best.options)
+        if plan.peak_bytes > PLANNED_MORE * plan.limit_bytes:
+            return f"its plan has {plan.memory_text}"
+        if plan.predicted_ms and best.predicted_ms:
+            slower = ms_per_example(plan) / ms_per_example(best) - 1
+            if slower > EQUAL:
+                return f"{slower:.0%} slower than the best by roofline"
+        return ""
+
+    def plan(self, options: list[str]) -> Report:
+        key = " ".join(options)
+        if key not in self.plans:
+            self.plans[key] = self.plan_it(options, max(1.0, self.seconds - self.spent))
+        return self.plans[key]
 
     def ruled_out(self, changes: dict, settings: dict) -> str:
         """Why this setting cannot fit, without compiling it; "" if it must be compiled."""

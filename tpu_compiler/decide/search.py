@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tpu_compiler.compile.cache import cache_of_environment, question_key, state_of, watched
-from tpu_compiler.compile.planned import MEMORY_VARIABLE
+from tpu_compiler.compile.planned import PLAN_VARIABLE
 from tpu_compiler.estimate.report import Report
 from tpu_utils.base.hardware import GIB, parse_topology
 from tpu_utils.base.restarts import ends_with_this
@@ -78,12 +78,12 @@ def compile_script(
     options: Sequence[str],
     program_dir: str | None = None,
     seconds: float | None = None,
-    memory_alone: bool = False,
+    planned: bool = False,
 ) -> Report:
     """compile_afresh(), or its report from the cache. With program_dir the script traces again, because a cached report
-    has no program text; the compile itself may still come from the cache. memory_alone: without a price, in seconds."""
+    has no program text; the compile itself may still come from the cache. planned: without a price, in seconds."""
     cache = cache_of_environment()
-    memory_alone |= bool(os.environ.get(MEMORY_VARIABLE))
+    planned |= bool(os.environ.get(PLAN_VARIABLE))
     key = question_key(script, topology, options) if cache and not program_dir else None
     kept = cache.read(key, Answer) if key else None
     if kept and all(state_of(text) == state for text, state in kept.watched.items()):
@@ -93,13 +93,13 @@ def compile_script(
             raise OutOfTimeError(f"{script} for {topology} did not come to an answer in {kept.seconds:.0f} s before", 1)
     start = time.monotonic()
     try:
-        report = compile_afresh(script, topology, options, program_dir, seconds, memory_alone)
+        report = compile_afresh(script, topology, options, program_dir, seconds, planned)
     except subprocess.TimeoutExpired as error:
         if key:
             cache.write(key, Answer(None, seconds, watched({}, options)))
         raise OutOfTimeError(f"{script} for {topology} did not come to an answer in {seconds:.0f} s", 1) from error
     report = dataclasses.replace(report, asked_seconds=time.monotonic() - start)
-    if key and report.memory and not memory_alone:  # a refusal for another reason than memory is not kept
+    if key and report.memory and not planned:  # a refusal for another reason than memory is not kept
         cache.write(key, Answer(report, report.asked_seconds, watched(report.settings, options)))
     return report
 
@@ -110,14 +110,14 @@ def compile_afresh(
     options: Sequence[str],
     program_dir: str | None = None,
     seconds: float | None = None,
-    memory_alone: bool = False,
+    planned: bool = False,
 ) -> Report:
     """Run a training script up to its first step for one slice. Raises ScriptError when it does not get there, and
     subprocess.TimeoutExpired when it takes more than so many seconds."""
     limit = {} if seconds is None else {"seconds": seconds}
     with tempfile.TemporaryDirectory() as folder:
         command = ["-m", "tpu_compiler.of_script", script, *with_option(options, "compile_for", topology)]
-        asked = {MEMORY_VARIABLE: "1"} if memory_alone else {}
+        asked = {PLAN_VARIABLE: "1"} if planned else {}
         code = run_script(command, {OUTPUT_VARIABLE: folder} | asked, **limit)
         written = Path(folder, "report.json")
         if not written.exists():
@@ -158,7 +158,7 @@ def fit(
     memory alone, in seconds. The answer is compiled, and if it then does not fit, the one below. A value that the
     script refuses, such as a batch larger than the data set, does not fit.
     """
-    first = compile_script(script, topology, options, memory_alone=True)
+    first = compile_script(script, topology, options, planned=True)
     value = first.settings.get(field)
     if not isinstance(value, int) or value < 1:
         numbers = [name for name, v in first.settings.items() if isinstance(v, int) and not isinstance(v, bool)]
@@ -169,7 +169,7 @@ def fit(
         try:
             if value not in tried:
                 given = with_option(options, field, str(value))
-                tried[value] = compile_script(script, topology, given, memory_alone=True)
+                tried[value] = compile_script(script, topology, given, planned=True)
         except ScriptError as error:
             if error.exit_code != 2:
                 raise
@@ -230,7 +230,7 @@ def suggest(r: Report, script: str, options: Sequence[str]) -> str:
 
     def attempt(name: str, changed: Sequence[str]) -> bool:
         try:
-            other = compile_script(script, r.topology, changed, memory_alone=True)
+            other = compile_script(script, r.topology, changed, planned=True)
         except ScriptError as error:
             lines.append(f"  {name:<34} not possible: {error}")
             return False

@@ -17,7 +17,7 @@ from tpu_compiler.decide.fastest import (
     ms_per_example,
     step_ms,
 )
-from tpu_compiler.decide.search import compile_script
+from tpu_compiler.decide.search import compile_afresh, compile_script
 from tpu_compiler.estimate.report import ERROR, Report
 from tpu_utils.base.hardware import GENERATIONS, GIB, parse_topology
 
@@ -98,8 +98,8 @@ def decide(
     best, left = {}, terms.minutes * 60
     for place, topology in enumerate(topologies):
         say(f"{topology}: searching; each line is one setting, in milliseconds a step")
-        ask = partial(ask_script, script, topology)
-        found = Search(ask, options, say, left / (len(topologies) - place))
+        ask, plan = partial(ask_script, script, topology), partial(plan_script, script, topology)
+        found = Search(ask, options, say, left / (len(topologies) - place), plan)
         best[topology] = found.run(terms.vary_batch, terms.only)
         left -= found.spent
         fresh = [trial.report for trial in found.trials if trial.report and not trial.report.from_cache]
@@ -117,6 +117,11 @@ def decide(
 
 def ask_script(script: str, topology: str, options: Sequence[str], seconds: float) -> Report:
     return compile_script(script, topology, options, seconds=seconds)
+
+
+def plan_script(script: str, topology: str, options: Sequence[str], seconds: float) -> Report:
+    """The plan of a setting. A kept compile would not do: its price is another than a roofline's."""
+    return compile_afresh(script, topology, options, planned=True)
 
 
 def format_trials(trials: Sequence[Trial], best: Trial | None) -> str:

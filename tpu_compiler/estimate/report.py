@@ -20,7 +20,10 @@ ERROR = (
 ALL_HIDDEN = "all hidden that the schedule can hide"
 HALF = "the compiler's cost model assumes about half the published bandwidth"
 KEPT = " (kept from then)"
-MEMORY_ALONE = "asked for memory alone: it is planned, the program's own is estimated, and nothing has a price"
+PLANNED = "it planned the step and did not compile it: memory of the program itself is estimated"
+ROOFLINE = (
+    "products and memory at the shares of their peaks that steps reached on v6e, not measured; communication apart"
+)
 COMMUNICATION_LABEL = "lower bound: bytes over link bandwidth, not measured"
 NETWORK_LABEL = "lower bound: bytes over the data center network's {:.4g} GB/s a device, not measured"
 
@@ -170,8 +173,10 @@ def format_report(r: Report) -> str:
         rows.append(("", ", ".join(f"{name} {size / GIB:.3f}" for name, size in named.items() if name)))
     if r.compiles:
         rows += [*work_rows(r), *prediction_rows(r), *decoding_rows(r), *source_rows(r)]
+    elif r.predicted_ms:
+        rows += roofline_rows(r)
     rows += titled_rows("chosen", r.notes)
-    doing = "plan" if r.reason == MEMORY_ALONE else "compile"
+    doing = "plan" if r.reason == PLANNED else "compile"
     took = f"{r.trace_seconds:.1f} s to trace, {r.compile_seconds:.1f} s to {doing}{KEPT * r.from_cache}"
     rows.append(("took", f"{took}, {r.host_peak_gib:.1f} GiB of host memory"))
     rows.append(("versions", ", ".join(f"{name} {version}" for name, version in r.versions.items())))
@@ -209,10 +214,28 @@ def work_rows(r: Report) -> Rows:
 
 def prediction_rows(r: Report) -> Rows:
     """The predicted step, alone and with communication, and how far such predictions were from clocks."""
+    rows = [("predicted step", f"{step_text(r)} ({LABEL})")]
+    rows.append(("", f"the compiler's estimate {r.estimated_ms:.3f} ms, by rule {r.ruled_ms:.3f} ms"))
+    rows += communication_rows(r)
+    if r.is_memory_bound:
+        rows.append(("memory-bound", f"{HALF}; the bytes moved need {r.memory_ms:.3f} ms at it"))
+    return [*rows, ("calibration" if r.calibration else "accuracy", r.calibration or ERROR)]
+
+
+def roofline_rows(r: Report) -> Rows:
+    """The step of a program that was planned and not compiled."""
+    return [("step by roofline", f"{step_text(r)} ({ROOFLINE})"), *communication_rows(r)]
+
+
+def step_text(r: Report) -> str:
     rate = f", {r.predicted_per_second:,.0f} {r.unit}/s" if r.predicted_per_second and not r.decode else ""
     mfu = f", MFU {r.predicted_mfu:.1%}" if r.predicted_mfu else ""
-    rows = [("predicted step", f"{r.predicted_ms:.3f} ms{rate}{mfu} ({LABEL})")]
-    rows.append(("", f"the compiler's estimate {r.estimated_ms:.3f} ms, by rule {r.ruled_ms:.3f} ms"))
+    return f"{r.predicted_ms:.3f} ms{rate}{mfu}"
+
+
+def communication_rows(r: Report) -> Rows:
+    """The step with communication, and what a billion tokens or examples cost."""
+    rows = []
     if r.predicted_ms_nothing_hidden > r.predicted_ms:
         hidden, whole = r.predicted_ms_all_hidden, r.predicted_ms_nothing_hidden
         mfus = [f"{mfu:.1%}" for mfu in (r.mfu_at(hidden), r.mfu_at(whole)) if mfu]
@@ -221,9 +244,7 @@ def prediction_rows(r: Report) -> Rows:
         rows.append(("with communication", text))
     if cost := cost_of_a_billion(r):
         rows.append((f"a billion {r.unit}", cost))
-    if r.is_memory_bound:
-        rows.append(("memory-bound", f"{HALF}; the bytes moved need {r.memory_ms:.3f} ms at it"))
-    return [*rows, ("calibration" if r.calibration else "accuracy", r.calibration or ERROR)]
+    return rows
 
 
 def cost_of_a_billion(r: Report) -> str:
@@ -296,7 +317,7 @@ def format_table(reports: Sequence[Report]) -> str:
     for r in reports:
         row = [r.topology, *([r.level] if levels else []), str(r.devices), "yes" if r.fits else "no"]
         row.append(f"{r.peak_bytes / GIB:.2f} of {r.limit_bytes / GIB:.2f}" if r.peak_bytes else "-")
-        if r.compiles:
+        if r.predicted_ms:
             row += [f"{r.flops_ratio:.2f}" if r.flops_ratio else "-"]
             row += [f"{sum(v['bytes'] for v in r.collectives.values()) / 1e6:.1f}"]
             row += [f"{r.predicted_ms:.2f}", communication_range(r)]
@@ -319,7 +340,9 @@ def format_table(reports: Sequence[Report]) -> str:
     said = [f"{r.level}: {note}" if levels else note for r in reports for note in r.notes]
     said += [f"{r.topology}: {r.calibration}" for r in reports if r.calibration]
     said += [
-        f"{r.topology}: a billion {r.unit}: {cost}" for r in reports if r.compiles and (cost := cost_of_a_billion(r))
+        f"{r.topology}: a billion {r.unit}: {cost}"
+        for r in reports
+        if r.predicted_ms and (cost := cost_of_a_billion(r))
     ]
     return "\n".join([*lines, *dict.fromkeys(said), *legend(reports)])
 
@@ -333,7 +356,8 @@ def communication_range(r: Report) -> str:
 
 def legend(reports: Sequence[Report]) -> list[str]:
     """What stands below a table: what its milliseconds are, and how far they were from clocks."""
-    lines = [f"predicted, rate, MFU: {LABEL}."]
+    label = LABEL if any(r.compiles for r in reports) else ROOFLINE
+    lines = [f"predicted, rate, MFU: {label}."]
     lines += [f"with comm.: from {ALL_HIDDEN} to nothing hidden; {COMMUNICATION_LABEL}."]
     memory = [r.topology for r in reports if r.compiles and r.is_memory_bound]
     lines += [f"memory-bound: {', '.join(dict.fromkeys(memory))}; {HALF}."] if memory else []

@@ -143,21 +143,25 @@ def moved_bytes(computations: dict[str, list[Operation]]) -> float:
     total = 0
     for _, times, operations in scheduled(computations):
         types = {operation.name: operation.type for operation in operations}
-        for operation in operations:
-            if operation.is_free or operation.base in COLLECTIVES:
-                continue
-            read = [in_memory(types.get(operand, "")) for operand in operation.operands]
-            made = in_memory(operation.result)
-            if operation.kind == "fusion":
-                body = computations.get(operation.find(r"calls=%?([\w.\-]+)") or "", [])
-                read, made = sliced(body, read, made)
-            elif operation.base in ("dynamic-slice", "slice", "gather"):
-                whole = sum(read[:1])  # 0: it does not lie in main memory
-                read = [min(whole, sum(shape_bytes(operation.result)))]
-            elif operation.base == "dynamic-update-slice":
-                read, made = read[1:2], sum(read[1:2]) if HOST not in operation.result else 0
-            total += times * (sum(read) + made)
+        total += times * sum(bytes_moved(operation, types, computations) for operation in operations)
     return float(total)
+
+
+def bytes_moved(operation: Operation, types: dict[str, str], computations: dict[str, list[Operation]]) -> int:
+    """Those of one operation. types: of the operations around it."""
+    if operation.is_free or operation.base in COLLECTIVES:
+        return 0
+    read = [in_memory(types.get(operand, "")) for operand in operation.operands]
+    made = in_memory(operation.result)
+    if operation.kind == "fusion":
+        body = computations.get(operation.find(r"calls=%?([\w.\-]+)") or "", [])
+        read, made = sliced(body, read, made, computations)
+    elif operation.base in ("dynamic-slice", "slice", "gather"):
+        whole = sum(read[:1])  # 0: it does not lie in main memory
+        read = [min(whole, sum(shape_bytes(operation.result)))]
+    elif operation.base == "dynamic-update-slice":
+        read, made = read[1:2], sum(read[1:2]) if HOST not in operation.result else 0
+    return sum(read) + made
 
 
 def in_memory(shape: str) -> int:
@@ -165,7 +169,9 @@ def in_memory(shape: str) -> int:
     return sum(shape_bytes(array)[0] for array in arrays_of(shape))
 
 
-def sliced(body: list[Operation], read: list[int], made: int) -> tuple[list[int], int]:
+def sliced(
+    body: list[Operation], read: list[int], made: int, computations: dict[str, list[Operation]]
+) -> tuple[list[int], int]:
     """(bytes read of each operand, bytes written) by a fusion. read, made: the whole arrays."""
     types, users = {operation.name: operation.type for operation in body}, {}
     # other tiles of int8 are an inner fusion over the same memory: a gather reads its rows through it, not all of it
@@ -173,17 +179,31 @@ def sliced(body: list[Operation], read: list[int], made: int) -> tuple[list[int]
     for operation in body:
         for place, operand in enumerate(operation.operands if operation.name not in views else ()):
             users.setdefault(views.get(operand, operand), []).append((operation, place))
+
+    def used(user: Operation, place: int, whole: int) -> int:
+        if user.kind in ("dynamic-slice", "slice", "gather") and place == 0:
+            return sum(shape_bytes(user.type))
+        if user.kind == "tuple" or (user.kind == "dynamic-update-slice" and place == 0):  # handed through
+            return 0
+        if user.kind == "fusion":
+            inside = computations.get(user.find(r"calls=%?([\w.\-]+)") or "", [])
+            return sliced(inside, [whole if n == place else 0 for n in range(place + 1)], 0, computations)[0][place]
+        return whole
+
     read = list(read)
     for operation in body:
         number = operation.find(r" parameter\((\d+)\)") if operation.kind == "parameter" else None
         using = users.get(operation.name, [])
-        if number is None or int(number) >= len(read) or not using:
-            continue
-        if all(user.kind in ("dynamic-slice", "slice", "gather") and place == 0 for user, place in using):
-            read[int(number)] = min(read[int(number)], sum(sum(shape_bytes(user.type)) for user, _ in using))
-        elif all(user.kind == "dynamic-update-slice" and place == 0 for user, place in using):
-            read[int(number)] = 0
-    root = next((operation for operation in body if operation.line.lstrip().startswith("ROOT")), None)
-    if root and root.kind == "dynamic-update-slice":
-        made = min(made, sum(shape_bytes(types.get(root.operands[1], root.type))))
-    return read, made
+        if number is not None and int(number) < len(read) and using:
+            whole = read[int(number)]
+            read[int(number)] = min(whole, sum(used(user, place, whole) for user, place in using))
+    named = {operation.name: operation for operation in body}
+    roots = [operation for operation in body if operation.line.lstrip().startswith("ROOT")]
+    if roots and roots[0].kind == "tuple":
+        roots = [named[name] for name in roots[0].operands if name in named]
+    for root in roots:
+        if root.kind == "parameter":
+            made -= in_memory(root.type)
+        elif root.kind == "dynamic-update-slice":
+            made -= in_memory(root.type) - min(in_memory(root.type), sum(shape_bytes(types.get(root.operands[1], ""))))
+    return read, max(0, made)

@@ -32,17 +32,23 @@ def read_host_transfers(computations: dict[str, list[Operation]]) -> dict[str, d
     return totals
 
 
-def exposed_ms(computations: dict[str, list[Operation]], topology: Topology, num_devices: int) -> float:
-    """Milliseconds of a step, at least, that no operation runs in and a transfer does."""
-    return (_step_seconds(computations, topology, num_devices) - _step_seconds(computations, topology, 0)) * 1e3
+def exposed_ms(
+    computations: dict[str, list[Operation]], topology: Topology, num_devices: int, link_share: float = 1.0
+) -> float:
+    """Milliseconds of a step, at least, that no operation runs in and a transfer does. link_share: of the links'
+    bandwidth that collectives have."""
+    whole = _step_seconds(computations, topology, num_devices, link_share)
+    return (whole - _step_seconds(computations, topology, 0)) * 1e3
 
 
-def _step_seconds(computations: dict[str, list[Operation]], topology: Topology, num_devices: int) -> float:
+def _step_seconds(
+    computations: dict[str, list[Operation]], topology: Topology, num_devices: int, link_share: float = 1.0
+) -> float:
     """Seconds of a step, waiting included; without any transfer where num_devices is 0."""
     hardware = topology.hardware
     sent = {}  # seconds by collective
     for operation, *_, size in list_collectives(computations, num_devices) if num_devices else ():
-        sent[channel_of(operation)] = size / hardware.link_gb_per_s / 1e9
+        sent[channel_of(operation)] = size / (link_share * hardware.link_gb_per_s) / 1e9
     bodies = {name for name, _, _ in scheduled(computations)}
 
     def transfers(operation: Operation, types: dict[str, str]) -> Iterator[tuple[str, str, float]]:

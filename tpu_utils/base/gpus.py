@@ -31,6 +31,8 @@ GPUS = (
     GPU("B200", 180, 2250),
 )
 """The first pattern that fits counts."""
+OLDEST_DRIVERS = {"12": 525, "13": 580}
+"""Major number of the oldest driver for each major version of CUDA: NVIDIA's "CUDA Compatibility", minor versions."""
 
 
 def gpu_named(name: str) -> GPU | None:
@@ -44,11 +46,13 @@ def has_gpu(environment: Mapping[str, str], devices: Path = Path("/dev")) -> boo
     return not is_hidden and ((devices / "dxg").exists() or any(devices.glob("nvidia[0-9]*")))
 
 
-def has_cuda() -> bool:
-    """Whether the torch that is installed was built for NVIDIA's GPUs."""
+def cuda_version() -> str:
+    """CUDA that the installed torch was built for, such as "13.0"; "": none, and no torch."""
     torch = find_spec("torch")
-    folders = (torch and torch.submodule_search_locations) or []
-    return any(Path(folder, "lib", "libtorch_cuda.so").exists() for folder in folders)
+    if torch is None or not torch.origin:
+        return ""
+    written = re.search(r"^cuda\b.* = '([\d.]+)'", Path(torch.origin).with_name("version.py").read_text(), re.MULTILINE)
+    return written.group(1) if written else ""
 
 
 def gpu_or_cpu(chosen: str, compiler: str, environment: Mapping[str, str]) -> str:
@@ -66,13 +70,13 @@ def gpu_or_cpu(chosen: str, compiler: str, environment: Mapping[str, str]) -> st
             "environment of requirements-compile.txt, or leave it out"
         )
     if chosen == "auto":
-        return "gpu" if not by_xla and has_cuda() else "cpu"
+        return "gpu" if not by_xla and cuda_version() else "cpu"
     if chosen == "gpu" and not has_gpu(environment):
         raise DeviceError(
             "device is gpu, but no driver shows an NVIDIA GPU (/dev/nvidia0; CUDA_VISIBLE_DEVICES may hide it); run "
             "nvidia-smi, or add --device cpu"
         )
-    if chosen == "gpu" and not has_cuda():
+    if chosen == "gpu" and not cuda_version():
         raise DeviceError(
             "device is gpu, but the torch that is installed is built without CUDA; install that of "
             "requirements-compile.txt from PyPI, or add --device cpu"

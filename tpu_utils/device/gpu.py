@@ -134,7 +134,11 @@ class Replayed:
         moved = [i for i, place in enumerate(places) if place != self._places[i] and i not in self._copies]
         if moved or self._replay is None:
             self._copies |= {i: inputs[i].detach().clone() for i in moved}
-            self._places, self._replay = places, None
+            if self._replay:
+                _memory_pool.cache_clear()  # a pool whose last graph has gone takes no other (create_or_incref_pool)
+            self._places = places
+            self._replay = None
+            self._outputs = []  # or its memory would stay
             try:
                 held = [self._copies.get(i, tensor) for i, tensor in enumerate(inputs)]
                 self._replay, self._outputs = self._record(self._run, held)

@@ -49,10 +49,13 @@ def reasons(seen: Seen, named: dict[str, Any], shapes: dict[str, str], numbers: 
             "of numbers that change in each call, one may now equal 0, 1 or another number of the program: "
             f"{', '.join(values.values())}"
         )
+    scalars = [name for name, value in named.items() if isinstance(value, torch.Tensor) and not value.ndim]
+    scalar = f"for the scalar {', '.join(scalars)} (give it the shape (1,)), " if scalars else ""
     return reasons or [
         "no argument changed its shape or dtype, so look for a Python number that is part of the program "
-        "(0, 1, sizes, positions and dims are, and one that equals another number there; make it a tensor on the "
-        f"device), for a tensor in x[:n] (use torch.where), or for state that was created inside the step; {changed}"
+        "(0, 1, sizes, positions and dims are, and one that equals another number there; make it a tensor of shape "
+        f"(1,) on the device), {scalar}for a tensor in x[:n] (use torch.where), or for state that was created inside "
+        f"the step; {changed}"
     ]
 
 
@@ -160,7 +163,8 @@ def _reasons_in_modules(calls: int, before: list[dict[str, Held]], now: dict[str
     }
     if calls > 1:
         old, new = (before[0], before[1]) if calls == 2 else (before[1], now)
-        common = [path for path in new if path in old]
+        counts = [p for p, one in before[0].items() if calls > 2 and one.kind == "value" and one != before[1].get(p)]
+        common = [path for path in new if path in old and path not in counts]
         found[CREATED] = [f"{new[p].kind} {p} ({new[p].shape})" for p in new if p not in old and new[p].shape]
         found[CHANGED] = [f"{p} was {old[p].mode}, is {new[p].mode}" for p in common if old[p].mode != new[p].mode]
         found[RESHAPED] = [f"{p} was {old[p].shape}, is {new[p].shape}" for p in common if old[p].shape != new[p].shape]

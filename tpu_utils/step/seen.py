@@ -15,8 +15,7 @@ class Held:
 
     kind: str
     shape: str
-    operation: str
-    """What pending_operation() returns for it."""
+    operation: str  # what pending_operation() returns for it
     mode: str
     MODES = ("in eval mode or frozen", "in training")
 
@@ -51,8 +50,9 @@ def held_by_modules(named: dict[str, Any]) -> dict[str, Held]:
                 found[path] = Held(kind, shape, pending_operation(one), Held.MODES[one.requires_grad])
         for path, one in module.named_modules(prefix=name) if found else ():
             found[path] = Held("module", "", "", Held.MODES[one.training])
-            own = {key: value for key, value in vars(one).items() if isinstance(value, (list, dict)) and key[0] != "_"}
-            found |= {f"{path}.{key}": Held("", "", "", f"of {len(value)} items") for key, value in own.items()}
+            own = {k: v for k, v in vars(one).items() if isinstance(v, (list, dict, int, float)) and k[0] != "_"}
+            modes = {k: repr(v) if isinstance(v, (int, float)) else f"of {len(v)} items" for k, v in own.items()}
+            found |= {f"{path}.{k}": Held("value", "", "", mode) for k, mode in modes.items() if k != "training"}
     return found
 
 

@@ -12,7 +12,7 @@ import torch
 from make_arrays import read_picture
 from my_model import Net
 
-from tpu_utils.base.errors import InputError, run_script
+from tpu_utils.base.errors import InputError, first_line, run_script
 
 
 def main() -> int:
@@ -25,7 +25,13 @@ def main() -> int:
     known = json.loads((data / "classes.json").read_text())
     saved = safetensors.torch.load_file(checkpoints[-1])
     model = Net(len(known["classes"])).eval()
-    model.load_state_dict({k.removeprefix("model/"): v for k, v in saved.items() if k.startswith("model/")})
+    try:
+        model.load_state_dict({k.removeprefix("model/"): v for k, v in saved.items() if k.startswith("model/")})
+    except RuntimeError as error:
+        raise InputError(
+            f"{checkpoints[-1]} is of another model than my_model.py makes for {', '.join(known['classes'])}: "
+            f"{first_line(error)}; expected a run that was trained on {data}"
+        ) from error
     for path in pictures:
         with torch.no_grad():
             shares = model(torch.tensor(read_picture(path, known["size"]))[None]).softmax(1)[0]

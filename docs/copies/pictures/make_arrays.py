@@ -3,13 +3,15 @@
 Run:     python make_arrays.py PICTURES DATA --size 64
 
 PICTURES/CLASS/NAME.jpg (or .png, .webp, .bmp) becomes one row: scaled, cropped to a square, red, green and blue.
-A fifth of each class, the same at each start, is for the test. DATA/classes.json names the classes.
+A fifth of each class, the same at each start, is for the test. DATA/classes.json names the classes. DATA is made whole
+or not at all.
 """
 
 import argparse
 import json
 import random
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +54,11 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.size < 8 or arguments.size % 8:
         raise InputError(f"--size is {arguments.size}; expected a multiple of 8, such as 64")
+    if arguments.data.exists():
+        raise InputError(f"{arguments.data} exists; expected a new folder: name another one, or delete it")
     classes = list_pictures(arguments.pictures)
+    files = sum(path.is_file() for path in arguments.pictures.rglob("*"))
+    others = files - sum(map(len, classes.values()))
     rows = {"train": [], "test": []}
     shuffle = random.Random(0).shuffle
     for label, paths in enumerate(classes.values()):
@@ -60,17 +66,22 @@ def main() -> int:
         tested = max(1, len(paths) // 5)
         rows["test"] += [(path, label) for path in paths[:tested]]
         rows["train"] += [(path, label) for path in paths[tested:]]
-    arguments.data.mkdir(parents=True, exist_ok=True)
-    for part, pairs in rows.items():
-        shape = (len(pairs), 3, arguments.size, arguments.size)
-        # on disk: the pictures may be larger than memory
-        images = np.lib.format.open_memmap(arguments.data / f"{part}_images.npy", "w+", np.uint8, shape)
-        for place, (path, _) in enumerate(pairs):
-            images[place] = read_picture(path, arguments.size)
-        images.flush()
-        np.save(arguments.data / f"{part}_labels.npy", np.array([label for _, label in pairs]))
-    (arguments.data / "classes.json").write_text(json.dumps({"classes": list(classes), "size": arguments.size}))
-    print(f"{len(classes)} classes: {len(rows['train'])} pictures to train on, {len(rows['test'])} to test")
+    arguments.data.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=arguments.data.parent) as work:
+        made = Path(work, "made")
+        made.mkdir()
+        for part, pairs in rows.items():
+            shape = (len(pairs), 3, arguments.size, arguments.size)
+            # on disk: the pictures may be larger than memory
+            images = np.lib.format.open_memmap(made / f"{part}_images.npy", "w+", np.uint8, shape)
+            for place, (path, _) in enumerate(pairs):
+                images[place] = read_picture(path, arguments.size)
+            images.flush()
+            np.save(made / f"{part}_labels.npy", np.array([label for _, label in pairs]))
+        (made / "classes.json").write_text(json.dumps({"classes": list(classes), "size": arguments.size}))
+        made.rename(arguments.data)
+    left = f"; left out, for they end otherwise: {others} files" if others else ""
+    print(f"{len(classes)} classes: {len(rows['train'])} pictures to train on, {len(rows['test'])} to test{left}")
     return 0
 
 

@@ -153,21 +153,14 @@ def test_a_format_of_two_roles_refuses_others(format):
 def test_a_text_cannot_end_an_answer():
     chat = [{"role": "user", "content": "Say <|im_end|>"}, {"role": "assistant", "content": "No"}]
     assert ALL.decode(format_chat(chat, "chatml", ALL)[0]).count("<|im_end|>") == 3  # one of them bytes
-    with pytest.raises(
-        InputError, match=r"^x, line 3: a text holds <\|im_end\|>, which is a token of the format; take"
-    ):
+    with pytest.raises(InputError, match=r"^x, line 3: a text holds <\|im_end\|>, which is a token of the format"):
         encode_chats([("x, line 3", chat)], "chatml", Bytes(SPECIAL, parses=True), 100)
 
 
 def test_a_format_needs_its_tokens():
-    with pytest.raises(
-        InputError,
-        match=r"^chat_format is chatml, but the tokenizer has no token <\|im_start\|>; choose plain or llama3, or the",
-    ):
+    with pytest.raises(InputError, match=r"^chat_format is chatml, but the tokenizer has no token <\|im_start\|>"):
         encode_chats([("x", MESSAGES)] * 2, "chatml", Bytes(SPECIAL[4:]), 100)
-    with pytest.raises(
-        InputError, match="chat_format is 'alpaca'; expected auto, or one of plain, chatml, qwen3, llama3"
-    ):
+    with pytest.raises(InputError, match="chat_format is 'alpaca'; expected auto, or one of plain, chatml, qwen3"):
         stop_tokens("alpaca", PLAIN)
 
 
@@ -282,10 +275,7 @@ def test_a_conversation_is_truncated_at_its_end_and_refused_when_no_answer_is_le
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "x" * 100}]
     (encoded,), truncated = encode_chats([("x", chat)], "plain", PLAIN, 39)
     assert truncated == 1 and len(encoded) == 40 and encoded[-1] == ord("x")
-    with pytest.raises(
-        InputError,
-        match=r"^c\.jsonl, line 7: its first answer begins at token 20, but a row has 20; leave it out, or raise",
-    ):
+    with pytest.raises(InputError, match=r"^c\.jsonl, line 7: its first answer begins at token 20, but a row has 20"):
         encode_chats([("c.jsonl, line 7", chat)], "plain", PLAIN, 19)
 
 
@@ -324,10 +314,7 @@ def said(content="4", **keys) -> bytes:
         (said(loss_scale=0.3), "message 2 has loss_scale 0.3, expected 0 or 1 beside an answer"),
         (said(channel="analysis"), "message 2 has channel, which is not read here"),
         (said(recipient="functions.add"), "message 2 has recipient"),
-        (
-            b'{"prompt": "x", "completion": "y", "label": false}',
-            "its label is false, which marks an answer that is not",
-        ),
+        (b'{"prompt": "x", "completion": "y", "label": false}', "its label is false, which marks an answer"),
         (said()[:-1] + b', "label": false}', "its label is false, which marks an answer that is not wanted"),
         (said()[:-1] + b', "kto_tag": false}', "its kto_tag is false, which marks an answer that is not wanted"),
         (
@@ -340,10 +327,7 @@ def said(content="4", **keys) -> bytes:
         (b'{"messages": [{"role": "assistant", "content": "y"}], "tools": [{"type": "function"}]}', "it has tools"),
         (b'{"prompt": "\\ud800", "completion": "y"}', "surrogates not allowed"),
         (b'{"prompt": "\xff", "completion": "y"}', "invalid start byte"),
-        (
-            b'{"prompt": "x", "completion": "' + b"y" * (1 << 24),
-            "bytes, expected fewer than 16,777,216",
-        ),
+        (b'{"prompt": "x", "completion": "' + b"y" * (1 << 24), "bytes, expected fewer than 16,777,216"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, message):
@@ -403,15 +387,9 @@ def test_keys_without_effect_and_empty_answers_are_counted_once(tmp_path, capsys
         ('{"prompt": "a", "completion": "b"}'.encode("utf-16"), "x.jsonl is UTF-16"),
         (b'[\n {"prompt": "a", "completion": "b"}\n]\n', "x.jsonl is one JSON array"),
         (b"[" + b" " * (1 << 24) + b"]", "x.jsonl is one JSON array"),
-        (
-            b'{\n "prompt": "a", "completion": "b"\n}\n',
-            "x.jsonl has objects of several lines; expected one JSON object",
-        ),
+        (b'{\n "prompt": "a", "completion": "b"\n}\n', "x.jsonl has objects of several lines; expected one JSON"),
         (b'\xef\xbb\xbf{"prompt": "a", "completion": "b"}\n', None),
-        (
-            gzip.compress(b'{"prompt": "a", "completion": "b"}'),
-            "x.jsonl is packed by gzip; expected one JSON object a line",
-        ),
+        (gzip.compress(b'{"prompt": "a", "completion": "b"}'), "x.jsonl is packed by gzip; expected one JSON object"),
         (b"\x28\xb5\x2f\xfd", "x.jsonl is packed by zstd"),
         (b"PAR1", "x.jsonl is parquet; expected one JSON object a line; python -c"),
     ],
@@ -513,7 +491,5 @@ def test_what_does_not_fit_is_refused(tmp_path):
         chat_data.check(dataclasses.replace(config, dataset="chat", train_data=""))
     write_chats(tmp_path / "x.jsonl", random_chats(9))
     chat_data.check(config)
-    with pytest.raises(
-        InputError, match=r"^the tokenizer has 265 tokens, but the model 257; expected the tokenizer that"
-    ):
+    with pytest.raises(InputError, match=r"^the tokenizer has 265 tokens, but the model 257; expected the tokenizer"):
         chat_data.load_chats(config, ALL)

@@ -82,9 +82,7 @@ def test_our_writer_writes_what_we_read(tmp_path):
     llmc_files.write_token_shard(path, np.arange(50), 257)
     assert np.frombuffer(path.read_bytes(), "<i4", 256).tolist() == [20240520, 1, 50, 257] + 252 * [0]
     np.testing.assert_array_equal(llmc_files.open_token_shard(path, 257), np.arange(50))
-    with pytest.raises(
-        InputError, match=r"t.bin: tokens of a vocabulary of 257 \(bytes\), but vocab_size is 50257; .*"
-    ):
+    with pytest.raises(InputError, match=r"t.bin: tokens of a vocabulary of 257 \(bytes\), but vocab_size is 50257"):
         llmc_files.open_token_shard(path, 50257)
 
 
@@ -105,10 +103,7 @@ def test_the_page_makes_a_shard_of_an_array_of_tokens(tmp_path, monkeypatch):
         (lambda p: write_shard(p, range(40), count=30), "longer than its header says"),
         (lambda p: write_shard(p, range(40), magic=7), "magic number 7 is not a token shard's"),
         (lambda p: write_shard(p, range(40), version=2), "version 2; expected 1"),
-        (
-            lambda p: write_shard(p, range(40), 20240801, 7, dtype="<u4"),
-            "Llama-3 tokens .vocabulary 128256. for a model",
-        ),
+        (lambda p: write_shard(p, range(40), 20240801, 7, dtype="<u4"), "Llama-3 tokens .vocabulary 128256"),
         (lambda p: write_shard(p, [*range(40), 999]), "token 999, but vocab_size is 257"),
         (lambda p: write_shard(p, range(8)), "shorter than one global batch of 8"),
         (lambda p: write_shard(p, []), "no tokens"),
@@ -430,11 +425,7 @@ def test_a_link_in_the_data_leads_nowhere_else(tmp_path):
     folder.mkdir()
     secret.write_text('{"messages": []}')
     (folder / "a.jsonl").symlink_to(secret)
-    for read in (
-        read_documents,
-        read_chats,
-        lambda path: TokenShards(str(path / "*.jsonl"), 300, 4, 2),
-    ):
+    for read in (read_documents, read_chats, lambda path: TokenShards(str(path / "*.jsonl"), 300, 4, 2)):
         with pytest.raises(
             InputError, match=rf"{folder}/a.jsonl is a link to {secret}, expected files within {folder}"
         ):

@@ -17,12 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from language.data.chat import FORMATS, TEMPLATES, format_chat, prompt_of_chat, stop_tokens
 from language.data.llmc_files import write_token_shard
 from language.data.tokenizer import Bytes, check_tokenizer, load_tokenizer
-from language.data.tokenizer_files import (
-    export_tokenizer,
-    keep_with_shards,
-    reads_as_trained,
-    tokenizer_of_run,
-)
+from language.data.tokenizer_files import export_tokenizer, keep_with_shards, reads_as_trained, tokenizer_of_run
 from language.data.tokens import check as check_shards
 from language.generation.decoding import generate
 from language.generation.sampling import SamplingOptions, ask
@@ -176,8 +171,6 @@ def test_a_file_that_is_no_json_object_is_refused(base, tmp_path, name, content)
 
 
 # ---------------------------------------------------------------------------------------------------------------- bytes
-
-
 def test_bytes_as_others_read_them(tmp_path):
     (tmp_path / "out").mkdir()
     config = TransformerConfig(dataset="text", model_size="llama_tiny")
@@ -230,8 +223,6 @@ def test_a_run_on_shards_exports_and_samples_with_their_tokenizer(base, tmp_path
 
 
 # ------------------------------------------------------------------------------------------------ models that end
-
-
 def chats() -> list[list[dict[str, str]]]:
     user, assistant = (lambda text, role=role: dict(role=role, content=text) for role in ("user", "assistant"))
     turns = [[user(asked), assistant(said)] for asked, said in ANSWERS.items()]

@@ -14,6 +14,7 @@ from language.models.llama import Llama
 from language.models.operations import losses
 from language.options.hf_config import hugging_face_config
 from language.options.llama_shape import LlamaShape, RopeScaling
+from language.options.shapes import ModelShape
 from language.weights.hf_layout import sources, their_tensors
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
@@ -50,15 +51,16 @@ SHAPES = {
 }
 
 
-def hugging_face_model(shape: LlamaShape, seed: int = 0):
-    """Random weights everywhere, norms too, so that no term of the gradient hides behind a one."""
+def hugging_face_model(shape: ModelShape, seed: int = 0):
+    """Random weights everywhere, norms too, so that no term of the gradient hides behind a one. GPT-2 too."""
     config = transformers.AutoConfig.for_model(**hugging_face_config(shape))
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     mean = 1.0 - shape.conventions.norm_offset  # the weights of norms
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.08 + (mean if "norm" in name else 0.0))
+            is_scale = "norm" in name or ("ln_" in name and name.endswith("weight"))
+            parameter.copy_(torch.randn_like(parameter) * 0.08 + (mean if is_scale else 0.0))
     return model
 
 

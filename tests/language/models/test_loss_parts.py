@@ -97,7 +97,7 @@ def test_it_takes_less_memory():
 
     def activations(parts: int) -> int:
         options = "--dataset tokens --precision bfloat16 --model_size 124M --num_layers 2 --embedding_dim 64"
-        options += f" --num_heads 1 --global_batch_size 32 --loss_parts {parts} --topology v6e-1 --memory --json"
+        options += f" --num_heads 1 --global_batch_size 32 --loss_parts {parts} --topology v6e-1 --plan --json"
         done = run("aot_tpu.py", "transformer_tpu.py", *options.split())
         return json.loads(done.stdout)[0]["memory"]["activations"]
 

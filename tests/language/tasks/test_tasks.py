@@ -157,8 +157,6 @@ def test_an_answer_longer_than_the_model_reads_is_refused(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------- a YAML file of the user
-
-
 TASK = """task: mine
 dataset_path: json
 test_split: test
@@ -190,28 +188,19 @@ BOMB = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n}\n  <<: [*a{n - 1}, *a{n - 1}]\
 @pytest.mark.parametrize(
     "change, message",
     [
-        (
-            lambda text: text + "process_docs: !function code.run\n",
-            "'!function'.*no code that a YAML file names is run",
-        ),
+        (lambda text: text + "process_docs: !function code.run\n", "'!function'.*no code that a YAML file names"),
         (lambda text: text + "a: !!python/object/apply:code.run []\n", "python/object.*no code"),
         (lambda text: text + "include: other.yaml\n", "it has the key include"),
         (lambda text: text + "class: code.Run\n", "it has the key class"),
         (lambda text: text + "use_prompt: code:run\n", "it has the key use_prompt"),
         (lambda text: BOMB + text, "it has an alias"),
         (lambda text: "a: " + "[" * 30000, "no code that a YAML file names|recursion"),
-        (
-            lambda text: text.replace("metric: acc", "metric: code.py"),
-            "'code.py' is a script, and no script is run",
-        ),
+        (lambda text: text.replace("metric: acc", "metric: code.py"), "'code.py' is a script, and no script is run"),
         (lambda text: text + "    hf_evaluate: true\n", "'acc' is a script, and no script is run"),
         (lambda text: text + "unsafe_code: true\n", "marked as unsafe"),
         (lambda text: text + "repeats: 4\n", "asks each question 4 times"),
         (lambda text: text.replace("{{question}}", "{{''.__class__.__mro__}}"), "SecurityError: access to attribute"),
-        (
-            lambda text: text.replace("{{question}}", "{{cycler.__init__.__globals__}}"),
-            "SecurityError: access to attri",
-        ),
+        (lambda text: text.replace("{{question}}", "{{cycler.__init__.__globals__}}"), "SecurityError: access to"),
         (lambda text: text.replace("{{question}}", "{{missing}}"), "'missing' is undefined"),
         (lambda text: text.replace("task: mine", "task: [a]"), "it has no text with the name `task`"),
         (lambda text: text + "#" * 70000, "expected 65,536 at most"),
@@ -251,8 +240,6 @@ def test_without_lm_eval_it_says_what_to_install(tmp_path, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------------- nanochat's bundle
-
-
 def test_no_damage_of_a_bundle_is_a_crash(tmp_path):
     bundle, refused = write_bundle(tmp_path / "bundle", 5), 0
     paths = ["core.yaml", "eval_meta_data.csv", *(f"eval_data/{uri}" for _, uri, *_ in BUNDLE)]
@@ -274,10 +261,7 @@ def test_no_damage_of_a_bundle_is_a_crash(tmp_path):
     "change, message",
     [
         (lambda text: text.replace("world/made_choice", "../../made_choice"), "is no name inside a folder"),
-        (
-            lambda text: text.replace("multiple_choice", "generation"),
-            "icl_task_type is 'generation'; expected multiple",
-        ),
+        (lambda text: text.replace("multiple_choice", "generation"), "icl_task_type is 'generation'; expected"),
         (lambda text: text.replace("[2]", "[-2]"), "num_fewshot of 'made_choice' is '-2'; expected 0 to 1000"),
         (lambda text: text.replace("[2]", "[50]"), r"12 questions, each after 50 others; expected 51 or more"),
         (lambda text: text.replace("label: made_choice", "label: another"), "'another' has no random baseline"),
@@ -347,8 +331,6 @@ def test_how_answers_of_tokens_are_chosen():
 
 
 # ------------------------------------------------------------------------------------------------------------- in a run
-
-
 def test_batches_have_few_shapes_and_results_find_their_rows():
     draw = np.random.default_rng(0)
     rows = [Row(draw.integers(1, 200, size).astype(np.int32), int(size // 2)) for size in draw.integers(2, 601, 70)]

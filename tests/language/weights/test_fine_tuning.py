@@ -256,10 +256,7 @@ def test_a_folder_whose_tensors_are_not_what_it_says_is_refused(runs, tmp_path):
         (["--initial_weights={base}", "--dataset=synthetic"], "random tokens; choose --dataset chat or tokens"),
         (["--initial_weights={base}", "--dataset=chat", "--sequence_length=1024"], "reads 128; choose 128 or less"),
         (["--initial_weights={base}", "--dataset=chat", "--model_size=tiny"], "--model_size has no effect"),
-        (
-            ["--initial_weights={missing}"],
-            "initial_weights: .* no such file; expected a model.s config.json",
-        ),
+        (["--initial_weights={missing}"], "initial_weights: .* no such file; expected a model.s config.json"),
     ],
 )
 def test_what_does_not_belong_together_is_refused_before_torch_is_imported(runs, tmp_path, options, message):

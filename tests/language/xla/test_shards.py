@@ -18,7 +18,11 @@ MIXTURE = dict(model_size="mixtral_tiny")
     [
         (dict(scan_layers=True), (1, 1, 1, 1, 1), "scan_layers is True, which .* expected --no_scan_layers"),
         (dict(remat=True, remat_keep="residual"), (1, 1, 1, 1, 1), "remat_keep is residual, .* expected inputs"),
-        (dict(sample_every=2, sample_prompts=("1",)), (1, 1, 1, 1, 1), "sample_every is 2, which needs torch_xla"),
+        (
+            dict(sample_every=2, sample_prompts=("1",)),
+            (2, 1, 1, 1, 1),
+            "sample_every is 2, .* expected 0, or one device",
+        ),
         (dict(mesh="1x2x2"), (1, 2, 2, 1, 1), "mesh is 1x2x2, .* expected DATAxFSDPx1"),
         (MIXTURE, (2, 1, 1, 1, 1), "number of experts is 8, .* expected a model without, or one device"),
     ],

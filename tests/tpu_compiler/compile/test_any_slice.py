@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from processes import ROOT, run
+from reports import a_report
 
 import aot_tpu
 from tpu_compiler.compile import newest
@@ -70,8 +71,6 @@ def asked(*arguments, **variables):
 
 
 # ------------------------------------------------------------------------------------------------- devices of a slice
-
-
 @pytest.mark.parametrize(
     "script, options",
     [
@@ -118,9 +117,8 @@ def test_a_slice_of_512_devices_and_what_goes_between_its_two_halves():
     assert re.search(r"between slices +a device sends \d+ all-reduce \(0\.\d MB\)", text)
     assert "at least 0.0" in text and "data center network's 3.125 GB/s a device, not measured" in text
     assert "2xv5litepod-256: between slices a device sends 0." in format_table([r])
-    assert "speed is not published: give it with --dcn_gb_per_s" in format_report(
-        dataclasses.replace(r, network_gb_per_s=None)
-    )
+    unknown = dataclasses.replace(r, network_gb_per_s=None)
+    assert "speed is not published: give it with --dcn_gb_per_s" in format_report(unknown)
 
 
 def send(kind, target, shape="f32[128,32]{1,0}"):
@@ -172,9 +170,8 @@ ENTRY %main (x: bf16[4096,1024]) -> bf16[32768,1024] {{
         assert reading.read_collectives(computations, 48) == {"all-gather": expected}
         assert sum(cost[0].values()) in (2_000_000, 4_000_000) and cost[1]["fusion"] == beside.count("92233")
         exposed = schedule.exposed_ms(computations, topology, 48)
-        assert exposed == pytest.approx(
-            size * 7 / 8 / topology.hardware.link_gb_per_s / 1e6 if waits else 0.0, abs=1e-4
-        )
+        bound = size * 7 / 8 / topology.hardware.link_gb_per_s / 1e6
+        assert exposed == pytest.approx(bound if waits else 0.0, abs=1e-4)
 
 
 def test_the_first_axis_of_a_mesh_spans_the_slices(monkeypatch):
@@ -190,23 +187,6 @@ def test_the_first_axis_of_a_mesh_spans_the_slices(monkeypatch):
         assert slices == sorted(slices) and len(set(slices)) == topology.num_slices
 
 
-@pytest.mark.parametrize(
-    "name, compiler_name, devices",
-    [
-        ("tpu7x-2", "tpu7x:1x1x1", 2),
-        ("tpu7x-8", "tpu7x:2x2x1", 8),
-        ("TPU7x:4x4x4", "tpu7x:4x4x4", 128),
-        ("2xtpu7x-16", "tpu7x:2x2x2", 32),
-        ("v5p-1024", "v5p:8x8x8", 512),
-        ("v5p-8192", "v5p:16x16x16", 4096),
-        ("4xv5litepod-256", "v5e:16x16", 1024),
-    ],
-)
-def test_larger_slices_and_newer_chips(name, compiler_name, devices):
-    topology = parse_topology(name)
-    assert (topology.compiler_name, topology.num_devices) == (compiler_name, devices)
-
-
 def test_a_chip_that_only_a_newer_compiler_knows():
     with pytest.raises(ValueError, match=r"libtpu 0.0.21 cannot compile for TPU7x; ask a newer .*--compiler newest"):
         virtual_slice.traceable_topology("tpu7x-8")
@@ -217,7 +197,6 @@ def test_a_chip_that_only_a_newer_compiler_knows():
 
 
 # ------------------------------------------------------------------------------------------------- the newest compiler
-
 # stands for the Python of the newer environment: it answers with what the test has put beside it
 FAKE_PYTHON = """#!/bin/sh
 folder=$(dirname "$0")/..
@@ -283,10 +262,9 @@ def test_a_module_too_is_asked_of_every_compiler_that_knows_the_chip(fake_enviro
     def answer(script, topology, command, place):
         compiler = os.environ[virtual_slice.COMPILER_VARIABLE]
         asked.append((topology, compiler, command[-1], place))
-        facts = dict(topology=topology, devices=1, program="", compiles=False, fits=False, reason="no", limit_bytes=1)
-        libtpu = "0.0.52" if compiler else "0.0.21"
-        level = command[-1].removeprefix("--at=")
-        return Report(**facts, peak_bytes=0, memory={}, level=level, notes=["a loss"], versions={"libtpu": libtpu})
+        said = dict(level=command[-1].removeprefix("--at="), notes=["a loss"], reason="no")
+        versions = {"libtpu": "0.0.52" if compiler else "0.0.21"}
+        return a_report(topology=topology, compiles=False, fits=False, versions=versions, **said)
 
     monkeypatch.setattr(modules, "compile_script", answer)
     programs, new = fake_environment.with_name("programs"), str(fake_environment)
@@ -366,10 +344,7 @@ def test_an_environment_is_made_once_said_before_and_all_or_nothing(tmp_path, mo
     "answer, expected",
     [
         ("libtpu (0.0.52)\nAvailable versions: 0.0.52, 0.0.51", r"2026-11-25, and is the newest now"),
-        (
-            "libtpu (0.0.53)\nAvailable versions: 0.0.53, 0.0.52",
-            r"2026-11-25; the newest now is 0.0.53, not tried",
-        ),
+        ("libtpu (0.0.53)\nAvailable versions: 0.0.53, 0.0.52", r"2026-11-25; the newest now is 0.0.53, not tried"),
         ("", "what is the newest now, pip does not say"),
     ],
 )
@@ -467,9 +442,8 @@ def test_the_newest_compiler_for_real(newest_environment):
     done = run("aot_tpu.py", TINY, *asked)
     assert done.returncode == 0, done.stderr
     reports = [Report(**r) for r in json.loads(done.stdout)]
-    assert [(r.topology, r.versions["libtpu"]) for r in reports] == [
-        *(("v5litepod-8", "0.0.21"), ("v5litepod-8", "0.0.52"), ("tpu7x-8", "0.0.52"))
-    ]
+    expected = [("v5litepod-8", "0.0.21"), ("v5litepod-8", "0.0.52"), ("tpu7x-8", "0.0.52")]
+    assert [(r.topology, r.versions["libtpu"]) for r in reports] == expected
     old, new, tpu7x = reports
     assert new.memory["parameters"] == old.memory["parameters"] and tpu7x.devices == 8
     for r in (new, tpu7x):
@@ -486,17 +460,15 @@ def test_text_memory_and_cycles_of_a_step_on_every_chip_that_the_pinned_pair_is_
     done = run("aot_tpu.py", "transformer_tpu.py", *asked, "--attention=flash", "--precision=bfloat16", *shape)
     assert done.returncode == 0, done.stderr
     reports = [Report(**r) for r in json.loads(done.stdout)]
-    assert [(r.topology, r.devices, r.versions["libtpu"]) for r in reports] == [
-        *(("v5e-1", 1, "0.0.52"), ("v6e-1", 1, "0.0.52"), ("tpu7x-2", 2, "0.0.52"))
-    ]
+    expected = [("v5e-1", 1, "0.0.52"), ("v6e-1", 1, "0.0.52"), ("tpu7x-2", 2, "0.0.52")]
+    assert [(r.topology, r.devices, r.versions["libtpu"]) for r in reports] == expected
     for r in reports:
         assert r.fits and 0 < r.compiler_peak_bytes < r.limit_bytes and min(r.memory.values()) > 0
         assert 1e-3 < r.estimated_ms < 10 and r.ruled_ms and 0.5 < r.flops_ratio < 2
     assert set(reports[-1].collectives) == {"all-reduce"}
     for path in sorted((tmp_path / "newest").glob("*.txt")):
-        assert len(re.findall(r"custom-call\(.*tpu_custom_call", path.read_text())) == 2, (
-            path
-        )  # forward, and one for all gradients
+        kernels = len(re.findall(r"custom-call\(.*tpu_custom_call", path.read_text()))
+        assert kernels == 2, f"{path}: forward, and one for all gradients"
 
 
 @pytest.mark.exhaustive

@@ -64,7 +64,7 @@ PLAIN = """module { func.func public @main(%x: tensor<1024x1024xf32>) -> tensor<
 
 def test_a_program_needs_no_attributes(forked, capsys, tmp_path):
     (tmp_path / "plain.mlir").write_text(PLAIN)
-    assert aot_tpu.main(["--hlo", f"{tmp_path}/plain.mlir", "--topology", "v6e-1", "--memory", "--json"]) == 0
+    assert aot_tpu.main(["--hlo", f"{tmp_path}/plain.mlir", "--topology", "v6e-1", "--plan", "--json"]) == 0
     (report,) = json.loads(capsys.readouterr().out)
     assert report["memory"]["inputs"] == 4 << 20 == pytest.approx(report["memory"]["activations"], abs=4096)
 
@@ -174,10 +174,8 @@ def test_a_damaged_program_is_read_or_refused(programs, tmp_path):
     codes = dict(line.split() for line in done.stdout.splitlines())
     assert len(codes) == 12 * len(FORMS), done.stderr
     for name, code in codes.items():
-        assert code in (("0", "2") if name.endswith((".mlir", ".txt")) else ("0", "2", "-6", "-11")), (
-            name,
-            done.stderr,
-        )
+        expected = ("0", "2") if name.endswith((".mlir", ".txt")) else ("0", "2", "-6", "-11")
+        assert code in expected, (name, done.stderr)
     assert "2" in codes.values()
 
 

@@ -12,6 +12,7 @@ import torch
 import torch_xla
 import transformers
 from processes import ROOT
+from reports import a_report
 
 import aot_tpu
 from tpu_compiler.decide import search
@@ -129,8 +130,6 @@ def question(target, *options):
 
 
 # --------------------------------------------------------------------------------------------------------- command line
-
-
 def test_what_a_module_is_asked():
     asked = question(
         *("mine.py:Net", "--inputs", "float32[8,3,224,224]", "labels=int64[8] use_cache=False"),
@@ -203,8 +202,6 @@ def test_a_full_disk_is_told_before_anything_is_compiled(monkeypatch, tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------- building a module
-
-
 @pytest.fixture
 def mine(nets, monkeypatch):
     """As in the child, whose modules give way to the user's of the same name; put back afterwards."""
@@ -282,8 +279,6 @@ def test_a_configuration_of_hugging_face(mine, nets):
 
 
 # ------------------------------------------------------------------------------------------------------------- tracing
-
-
 def probed(target, *options):
     asked = question(target, *options)
     model = module_build.build(asked, [])
@@ -360,17 +355,12 @@ def test_recomputed_blocks_give_the_same_gradients():
         (out["x"].sum() + (out["bias"][0] ** 2).sum()).backward()
         gradients.append([leaf.grad.cpu() for leaf in leaves])
     assert all(map(torch.equal, *gradients))
-
-
-def test_a_recomputed_first_block_learns():
-    """Its input has no gradient."""
-    layer = torch.nn.Linear(3, 3).to(torch_xla.device())
-    module_step.recomputed(layer)(torch.ones(2, 3, device=torch_xla.device())).sum().backward()
+    layer = torch.nn.Linear(3, 3).to(device)  # a first block, whose input has no gradient
+    module_step.recomputed(layer)(torch.ones(2, 3, device=device)).sum().backward()
     assert layer.weight.grad.cpu().eq(2).all()
 
 
 # ---------------------------------------------------------------------------------------------------- reading a program
-
 PROGRAM = """HloModule example, is_scheduled=true
 
 ENTRY %main (x: f32[8,128]) -> f32[8,128] {
@@ -399,8 +389,6 @@ def test_costs_by_module_and_the_largest_results():
 
 
 # ---------------------------------------------------------------------------------------------------- the real compiler
-
-
 def asked(capsys, *arguments, code=0):
     assert aot_tpu.main([*map(str, arguments), "--json"]) == code, capsys.readouterr().err
     return [Report(**report) for report in json.loads(capsys.readouterr().out)]
@@ -503,8 +491,7 @@ def test_the_cache_is_sharded_as_its_heads_are(sharding, heads, expected):
 
 @pytest.mark.parametrize("ms, is_a_speed", [(10.0, True), (400.0, False)])
 def test_a_program_far_above_its_bound_is_no_speed(ms, is_a_speed):
-    facts = dict(topology="v5litepod-1", devices=1, program="one device", compiles=True, fits=True, reason="")
-    r = Report(**facts, limit_bytes=1, estimated_ms=ms, memory={"parameters": 0}).with_prediction()
+    r = a_report(estimated_ms=ms, memory={"parameters": 0}).with_prediction()
     cache = 819 * 10**6 * 5  # 5 ms to read
     assert module_cache.read_per_token(r, tiny_llama(), cache) == cache
     for tokens in (1, 8):
@@ -534,9 +521,8 @@ def test_decoding_shows_its_cache_and_what_binds_it(forked, nets, capsys):
     assert r.decode["cache_bytes"] == 2 * 4 * 128 * 128 * 2 and r.decode["bound_by"] == "memory"
     assert r.fits and r.decode["expected_ms"] >= r.decode["memory_ms"] > r.decode["matrix_ms"] > 0
     assert r.decode["is_a_speed"] == (r.decode["expected_ms"] <= 4 * r.decode["memory_ms"])
-    assert r.predicted_per_second == (
-        pytest.approx(4 / r.decode["expected_ms"] * 1e3) if r.decode["is_a_speed"] else None
-    )
+    rate = pytest.approx(4 / r.decode["expected_ms"] * 1e3)
+    assert r.predicted_per_second == (rate if r.decode["is_a_speed"] else None)
     assert r.memory["inputs"] >= r.decode["cache_bytes"]
     assert any(line.startswith("modeling_gpt2.py:") for line, _ in r.costliest_lines), r.costliest_lines
 

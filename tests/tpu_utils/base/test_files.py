@@ -44,9 +44,7 @@ def test_a_pointer_of_git_lfs_is_named(tmp_path):
     """Its text was trained on; a tokenizer and weights were called damaged."""
     path = tmp_path / "a.txt"
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
-    with pytest.raises(
-        InputError, match="is a pointer that Git LFS left in its place; expected a text; run git lfs pull"
-    ):
+    with pytest.raises(InputError, match="is a pointer that Git LFS left in its place; expected a text; run git lfs"):
         open_regular(path, "a text")
 
 

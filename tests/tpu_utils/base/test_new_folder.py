@@ -31,12 +31,7 @@ def write(target):
 
 
 def test_what_a_kill_left_goes_and_what_is_others_stays(tmp_path):
-    others = (
-        ".writing_mine",
-        ".writing_mine_2",
-        ".writing_mine_0123456789abcdeg",
-        ".writing_mine_too_0123456789abcdef",
-    )
+    others = [f".writing_mine{end}" for end in ("", "_2", "_0123456789abcdeg", "_too_0123456789abcdef")]
     for name in others:
         (tmp_path / name).mkdir()
         (tmp_path / name / "notes").write_text("a user's")

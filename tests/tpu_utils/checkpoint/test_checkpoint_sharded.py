@@ -1,6 +1,5 @@
 """State that is sharded over devices: saved from one mesh, loaded on another; damage, foreign content, processes."""
 
-import io
 import json
 import re
 import shutil
@@ -9,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from processes import free_port, run, start
-from run_files import reader_of
+from run_files import mark, reader_of
 from test_checkpoint import alter, truncate
 
 from tpu_utils.base.errors import CheckpointError, DamagedCheckpoint
-from tpu_utils.base.writing import checksum_of
 from tpu_utils.checkpoint import Checkpoints, tensor_reading
 from tpu_utils.checkpoint.saved import read_checkpoint
 
@@ -47,11 +45,8 @@ def test_loaded_on_another_mesh_or_device_count_it_is_bit_identical(saved, devic
 
 def test_saved_on_one_device_and_loaded_on_eight(tmp_path):
     assert run(SCRIPT, "save", tmp_path, "1", "1x1x1").returncode == 0
-    assert sorted(path.name for path in (tmp_path / "step_00000007").iterdir()) == [
-        "done",
-        "state.json",
-        "state.safetensors",
-    ]
+    names = sorted(path.name for path in (tmp_path / "step_00000007").iterdir())
+    assert names == ["done", "state.json", "state.safetensors"]
     result = run(SCRIPT, "load", tmp_path, "8", "2x2x2")
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["graphs", "0", "identical"]
@@ -83,15 +78,6 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(checkpoints, 
         read_checkpoint(checkpoints.path(9))
     assert reader_of(checkpoints).load_for_resume("must").step == 7
     assert name in capsys.readouterr().err
-
-
-def mark(folder):
-    """A done marker that fits the files, as anyone can write it."""
-    marker = json.loads((folder / "done").read_text())
-    marker["files"] = {
-        path.name: checksum_of(io.BytesIO(path.read_bytes())) for path in folder.iterdir() if path.name != "done"
-    }
-    (folder / "done").write_text(json.dumps(marker))
 
 
 def zeros_like(tensors):
@@ -217,8 +203,6 @@ def test_shards_that_nobody_wrote_are_never_marked_as_done(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------- several processes
-
-
 def save_by_two(folders):
     """Two processes that each own half of the shards save to their folder. [(exit code, stderr)]"""
     port = free_port()

@@ -85,8 +85,6 @@ def end_state(run_dir: Path) -> dict:
 
 
 # --------------------------------------------------------------------------------------------------------- one machine
-
-
 def test_a_killed_run_goes_on_from_memory_to_the_same_bits(lost, whole):
     run_dir, folder, memory = lost
     assert not list(run_dir.glob("checkpoints/step_*")) and folder.stat().st_mode & 0o777 == 0o700
@@ -108,11 +106,8 @@ def make_strays(folder: Path, step: int) -> None:
     folder.mkdir(exist_ok=True)
     for name in ("stray", ".writing_stray", "step_00000003"):
         (folder / name).write_text("a file, no folder")
-    for name, target in (
-        ("step_00000004", "step_00000004"),
-        (".writing_00000006", "nothing"),
-        ("a\nline", "/dev/zero"),
-    ):
+    targets = {"step_00000004": "step_00000004", ".writing_00000006": "nothing", "a\nline": "/dev/zero"}
+    for name, target in targets.items():
         (folder / name).symlink_to(target)
     os.mkfifo(folder / f"step_{step:08d}")
     (folder / f"step_{step + 1:08d}").mkdir()
@@ -196,15 +191,6 @@ def test_a_best_one_that_was_lost_while_it_was_written_is_reached_again(lost, sa
     assert step == (newest if saved == 6 else None)
 
 
-def test_a_damaged_one_on_disk_is_not_newer(lost):
-    """A run that fell back from it has dropped its line."""
-    run_dir, folder, memory = lost
-    saved_on_disk(run_dir, 999, logged=False)
-    newest = newest_checkpoint(folder)
-    step, _ = bring(run_dir, memory)
-    assert step == newest
-
-
 @pytest.mark.parametrize("what", ["truncated", "no marker", "another run", "no line", "another token", "no config"])
 def test_what_is_not_whole_or_not_of_this_run_is_not_used(lost, what):
     run_dir, folder, memory = lost
@@ -231,11 +217,14 @@ def test_what_is_not_whole_or_not_of_this_run_is_not_used(lost, what):
     assert step == used and disk.steps() == ([used] if used else []) and not list(folder.iterdir())
 
 
-def test_a_newer_one_on_disk_is_taken(lost):
+@pytest.mark.parametrize("logged", [True, False])
+def test_a_newer_one_on_disk_is_taken_while_its_line_is_in_the_log(lost, logged):
+    """A run that fell back from a damaged one has dropped its line."""
     run_dir, folder, memory = lost
-    saved_on_disk(run_dir, 999)
+    saved_on_disk(run_dir, 999, logged)
+    newest = newest_checkpoint(folder)
     step, disk = bring(run_dir, memory)
-    assert step is None and disk.steps() == [999] and not list(folder.iterdir())
+    assert step == (None if logged else newest) and 999 in disk.steps() and not list(folder.iterdir())
 
 
 @pytest.mark.parametrize("what", ["mode", "link", "file", "owner", "no folder"])
@@ -269,9 +258,8 @@ def test_no_room_in_memory_is_said_before_anything_is_written(tmp_path, monkeypa
     (tmp_path / "memory").mkdir()
     monkeypatch.setattr("tpu_utils.checkpoint.has_room", lambda folder, size: "memory" not in str(folder))
     assert in_process(*TINY, f"--run_dir={tmp_path}/run", f"--memory_dir={tmp_path}/memory") == 1
-    assert "nothing was written, the checkpoints of steps [] are intact; give --save_memory_every 0, or another" in (
-        capsys.readouterr().err
-    )
+    said = "nothing was written, the checkpoints of steps [] are intact; give --save_memory_every 0, or another"
+    assert said in capsys.readouterr().err
 
 
 def test_who_starts_a_run_again_looks_where_it_saves():
@@ -281,8 +269,6 @@ def test_who_starts_a_run_again_looks_where_it_saves():
 
 
 # ---------------------------------------------------------------------------------------------------- several machines
-
-
 class Machines:
     """So many processes, here threads, each with a memory of its own; one shared run directory."""
 
@@ -341,10 +327,8 @@ def test_lost_machines_cost_nothing_that_the_others_have(tmp_path, sharded, lost
         machines = Machines(tmp_path, on_all, 4)
         machines.save(10, 20, 30, sharded=sharded)
         for index in range(4):
-            assert sorted(path.name for path in machines.memory_of(index).iterdir()) == [
-                "step_00000020",
-                "step_00000030",
-            ]
+            kept = sorted(path.name for path in machines.memory_of(index).iterdir())
+            assert kept == ["step_00000020", "step_00000030"]
         for index in lost:
             machines.lose(index)
         assert machines.bring() == [30] * 4
@@ -407,9 +391,8 @@ def test_where_the_run_directory_is_not_shared_it_is_said(tmp_path):
                 return str(error)
 
         found = on_all(bring)
-        assert all(
-            "process 1: it sees no" in said and "needs a --run_dir that all of them share" in said for said in found
-        )
+        for said in found:
+            assert "process 1: it sees no" in said and "needs a --run_dir that all of them share" in said
         assert list(machines.memory_of(0).iterdir()), "it is not given back: nothing is lost"
 
 

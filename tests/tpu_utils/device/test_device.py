@@ -38,11 +38,6 @@ def test_chips_are_found_on_the_pci_bus(tmp_path):
     assert attached_chips(tmp_path / "absent") == []
 
 
-def test_a_preset_made_for_tpu_refuses_another_device():
-    with pytest.raises(DeviceError, match=r"preset production runs on tpu, but .* add --device cpu"):
-        start_device(MnistConfig(preset="production", device="tpu"))
-
-
 def test_a_runtime_that_started_another_device_is_noticed(monkeypatch):
     monkeypatch.setattr(device, "device_type", lambda: "NEURON")
     with pytest.raises(DeviceError, match="asked for device cpu, the runtime started neuron"):
@@ -64,7 +59,6 @@ def test_exit_codes_and_messages(capsys, monkeypatch):
 
 
 # ------------------------------------------------------------------------------- the model, before anything is compiled
-
 COLOUR, CLASSES = np.zeros((2, 3, 8, 8), np.float32), np.zeros(2, np.int32)
 FLAT, TARGETS = np.zeros((2, 6), np.float32), np.zeros(2, np.float32)
 
@@ -102,27 +96,9 @@ def one_output():
     "build, images, labels, num_classes, said",
     [
         # a model that does not take the images
-        (
-            lambda: Flat(7),
-            FLAT,
-            CLASSES,
-            4,
-            r"does not take a batch of images float32 \(2, 6\): a and b must have same reduction dim",
-        ),
-        (
-            lambda: Normed(8, 0, 0),
-            COLOUR.transpose(0, 2, 3, 1),
-            CLASSES,
-            5,
-            r"take .* images float32 \(2, 8, 8, 3\): .*chan",
-        ),
-        (
-            lambda: Normed(8, 0, 0),
-            COLOUR[:, 0],
-            CLASSES,
-            5,
-            r"does not take .* pictures with channels first; change one",
-        ),
+        (lambda: Flat(7), FLAT, CLASSES, 4, r"does not take a batch of images float32 \(2, 6\): a and b"),
+        (lambda: Normed(8, 0, 0), COLOUR.transpose(0, 2, 3, 1), CLASSES, 5, r"take .* images float32 \(2, 8, 8, 3\)"),
+        (lambda: Normed(8, 0, 0), COLOUR[:, 0], CLASSES, 5, r"does not take .* pictures with channels first"),
         (lambda: Vision(16, 0, 0), COLOUR, CLASSES, 5, "Wrong image height! Expected 16 but got 8"),
         (lambda: nn.Conv2d(3, 4, 8), COLOUR.astype(np.uint8), CLASSES, 4, r"images uint8 \(2, 3, 8, 8\): Input type"),
         (lambda: nn.BatchNorm1d(6), FLAT[:1], CLASSES[:1], 4, "Expected more than 1 value per channel"),

@@ -1,5 +1,8 @@
 """What a GPU has of its own, as far as a CPU can show it: the bookkeeping of replayed steps, the table, the choice."""
 
+import warnings
+import weakref
+
 import pytest
 import torch
 
@@ -7,7 +10,7 @@ from config import MnistConfig
 from tpu_utils.base import gpus
 from tpu_utils.base.errors import DeviceError, InputError
 from tpu_utils.base.gpus import GPUS, gpu_named, gpu_or_cpu, has_gpu
-from tpu_utils.device.gpu import Replayed
+from tpu_utils.device.gpu import WAITS, Replayed, WaitCount
 from tpu_utils.options.environment import choose_device
 
 
@@ -27,6 +30,7 @@ class Step:
 
     def __init__(self):
         self.recorded = 0
+        self.outputs = []
         self.call = Replayed(self.run, self.record)
 
     def run(self, weights, batch):
@@ -34,8 +38,11 @@ class Step:
         return [weights.sum()]
 
     def record(self, run, inputs):
+        assert not any(output() is not None for output in self.outputs), "the pool's memory is still in use"
         self.recorded += 1
-        return record(run, inputs)
+        replay, outputs = record(run, inputs)
+        self.outputs = [weakref.ref(output) for output in outputs]
+        return replay, outputs
 
 
 def test_replayed_steps_are_those_of_the_step():
@@ -68,6 +75,19 @@ def test_a_step_that_cannot_be_recorded_runs_kernel_by_kernel(capsys):
     sums = [call(weights, torch.ones(3))[0].item() for _ in range(4)]
     assert sums == [3.0, 6.0, 9.0, 12.0]
     assert capsys.readouterr().out.count("cuda graph none: kernels are started one by one, as operation not") == 1
+
+
+def test_what_waits_for_the_gpu_is_counted_and_other_warnings_are_shown(monkeypatch):
+    """torch warns of each wait, in the words of c10/cuda/CUDAFunctions.cpp (2.11, 2.12 and 2.14)."""
+    shown = []
+    with warnings.catch_warnings():
+        monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+        monkeypatch.setattr(warnings, "showwarning", lambda message, *rest, **named: shown.append(str(message)))
+        waits = WaitCount()
+        for _ in range(2):
+            warnings.warn(f"{WAITS} (Triggered internally at CUDAFunctions.cpp)", UserWarning, stacklevel=1)
+        warnings.warn("something else", UserWarning, stacklevel=1)
+    assert waits.count == 2 and shown == ["something else"]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +144,7 @@ def test_torch_xla_has_no_gpu_and_its_own_compiler(options, said):
 def test_the_gpu_is_taken_where_driver_and_torch_have_it(chosen, gpu, cuda, expected, monkeypatch):
     monkeypatch.setattr(gpus, "find_spec", lambda name: None)  # no torch_xla
     monkeypatch.setattr(gpus, "has_gpu", lambda environment: gpu)
-    monkeypatch.setattr(gpus, "has_cuda", lambda: cuda)
+    monkeypatch.setattr(gpus, "cuda_version", lambda: "13.0" * cuda)
     if expected in ("gpu", "cpu"):
         assert gpu_or_cpu(chosen, "auto", {}) == expected
         return
@@ -132,6 +152,6 @@ def test_the_gpu_is_taken_where_driver_and_torch_have_it(chosen, gpu, cuda, expe
         gpu_or_cpu(chosen, "auto", {})
 
 
-def test_whether_torch_was_built_for_gpus():
-    """That of requirements.txt is, on Linux."""
-    assert gpus.has_cuda() == (torch.version.cuda is not None)
+def test_the_cuda_of_torch():
+    """That of requirements.txt has one, on Linux."""
+    assert gpus.cuda_version() == (torch.version.cuda or "")

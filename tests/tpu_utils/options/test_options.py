@@ -50,25 +50,13 @@ def test_later_sources_win():
     assert parse("--no_tensorboard").tensorboard is False
 
 
-COMPANIONS = {  # what an option needs to have an effect, or to fit the others
-    "momentum": ["--optimizer=sgd"],
-    "decay_every": ["--scheduler=step"],
-    "decay_factor": ["--scheduler=step"],
-    "decay_fraction": ["--scheduler=wsd"],
-    "download": ["--dataset=mnist"],
-    "resume": ["--run_dir=x"],
-}
-CIFAR_COMPANIONS = COMPANIONS | {
-    "download": ["--dataset=cifar10"],
-    "adam_beta1": ["--optimizer=adam"],
-    "adam_beta2": ["--optimizer=adam"],
-}
-VALUES = {  # for text with a form of its own, and for numbers that are bound to others
-    "profile_steps": "2:5",
-    "compile_for": "v5e-8",
-    "compiler_options": "xla_a=1",
-    "depth": 14,
-}
+# what an option needs to have an effect, or to fit the others
+COMPANIONS = dict(momentum=["--optimizer=sgd"], decay_every=["--scheduler=step"], decay_factor=["--scheduler=step"])
+COMPANIONS |= dict(decay_fraction=["--scheduler=wsd"], download=["--dataset=mnist"], resume=["--run_dir=x"])
+CIFAR_COMPANIONS = COMPANIONS | dict(download=["--dataset=cifar10"])
+CIFAR_COMPANIONS |= dict(adam_beta1=["--optimizer=adam"], adam_beta2=["--optimizer=adam"])
+# for text with a form of its own, and for numbers that are bound to others
+VALUES = dict(profile_steps="2:5", compile_for="v5e-8", compiler_options="xla_a=1", depth=14)
 
 
 def another_value(kind: type, name: str) -> object:
@@ -181,11 +169,8 @@ class TunedConfig(MnistConfig):
 class SmallConfig(TunedConfig):
     """Options for small runs."""
 
-    presets: ClassVar = {
-        "small": {},
-        "large": {"learning_rate": 0.25, "num_epochs": 2},
-        "production": MnistConfig.presets["production"],
-    }
+    presets: ClassVar = {"small": {}, "large": {"learning_rate": 0.25, "num_epochs": 2}}
+    presets["production"] = MnistConfig.presets["production"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,14 +235,8 @@ def own(parent, decorated=True, **body):
     [
         (own(MnistConfig, where=(Path, Path("x"))), "Own: where is of type Path; expected bool, int, float, str"),
         (own(MnistConfig, sizes=(list[int], dataclasses.field(default_factory=list))), r"sizes is of type list\[int\]"),
-        (
-            own(MnistConfig, learning_rate=(None, 0.1)),
-            "Own sets learning_rate without a type.* learning_rate: float = 0.1",
-        ),
-        (
-            own(MnistConfig, decorated=False, dropout=(float, 0.1)),
-            "Own declares dropout but is no dataclass; expected @",
-        ),
+        (own(MnistConfig, learning_rate=(None, 0.1)), "Own sets learning_rate without a type.* learning_rate: float"),
+        (own(MnistConfig, decorated=False, dropout=(float, 0.1)), "Own declares dropout but is no dataclass"),
         (own(MnistConfig, presets=(None, {"a": {"num_epoch": 3}})), "preset a: num_epoch is no field.*mean num_epochs"),
         (own(MnistConfig, presets=(None, {"a": {"precision": "x"}})), "preset a sets precision, .* optimization_level"),
         (own(MnistConfig, presets=(None, {"a": {"num_epochs": 0}})), "num_epochs is 0; expected 1 or more"),
@@ -279,51 +258,23 @@ def test_annotations_as_text_are_understood():
 @pytest.mark.parametrize(
     "kind, argv, said",
     [
-        (
-            MnistConfig,
-            ["--momentum=0.5"],
-            "--momentum belongs to optimizer sgd, but optimizer is adamw; choose --optimizer sgd, or leave --momentum",
-        ),
-        (
-            MnistConfig,
-            ["--adam-beta1=0.5", "--optimizer=sgd"],
-            "choose --optimizer adam or adamw, or leave --adam_beta1",
-        ),
+        (MnistConfig, ["--momentum=0.5"], "--momentum belongs to optimizer sgd, but optimizer is adamw"),
+        (MnistConfig, ["--adam-beta1=0.5", "--optimizer=sgd"], "choose --optimizer adam or adamw, or leave"),
         (MnistConfig, ["--decay_every", "5", "--decay_factor=0.1"], "(?s)--decay_every.*--decay_factor"),
         (MnistConfig, ["--decay_fraction=0.2"], "scheduler is cosine; choose --scheduler wsd"),
-        (
-            MnistConfig,
-            ["--scheduler=step", "--final_learning_rate_fraction=0"],
-            "choose --scheduler linear or cosine or",
-        ),
+        (MnistConfig, ["--scheduler=step", "--final_learning_rate_fraction=0"], "choose --scheduler linear or cosine"),
         (MnistConfig, ["--download"], "dataset is digits; choose --dataset mnist, or leave --download out"),
         (CifarConfig, ["--download"], "dataset is stripes; choose --dataset cifar10, or leave --download out"),
-        (
-            TransformerConfig,
-            ["--preset=production", "--stream_lanes=4"],
-            "--stream_lanes belongs to dataset stream, but dataset is tokens; choose --dataset stream, or leave --str",
-        ),
+        (TransformerConfig, ["--preset=production", "--stream_lanes=4"], "--stream_lanes belongs to dataset stream"),
         (TransformerConfig, ["--dataset=text", "--download"], "--download has no effect: dataset is text; leave"),
         (TransformerConfig, ["--lora_alpha=8"], "lora_rank is 0; leave --lora_alpha out"),
         (TransformerConfig, ["--expert_capacity=2"], "num_experts is 0; leave --expert_capacity out"),
-        (
-            TransformerConfig,
-            ["--tokenizer=gpt2"],
-            "choose --dataset tokens or chat or stream, or leave --tokenizer out",
-        ),
-        (
-            TransformerConfig,
-            ["--train_data=x.bin"],
-            "choose --dataset text or tokens or chat or stream, or leave --train_data out",
-        ),
+        (TransformerConfig, ["--tokenizer=gpt2"], "choose --dataset tokens or chat or stream, or leave --tokenizer"),
+        (TransformerConfig, ["--train_data=x.bin"], "choose --dataset text or tokens or chat or stream, or leave"),
         (TransformerConfig, ["--validation_data=x.bin"], "--validation_data belongs to dataset text or tokens or chat"),
         (TransformerConfig, ["--tasks", "piqa=x", "core=y"], "--tasks belongs to .*, but dataset is synthetic"),
         (TransformerConfig, ["--task_questions=5"], "--task_questions has no effect: tasks is \\(\\); leave"),
-        (
-            TransformerConfig,
-            ["--preset=production", "--bucketed"],
-            "dataset is tokens; choose --dataset text, or leave",
-        ),
+        (TransformerConfig, ["--preset=production", "--bucketed"], "dataset is tokens; choose --dataset text"),
         (TransformerConfig, ["--dataset=tokens", "--document_separator=x"], "--document_separator belongs to"),
     ],
 )
@@ -446,22 +397,10 @@ def test_what_a_preset_sets_is_never_refused(kind, argv):
     assert isinstance(parse_command_line(kind, "", argv), kind)
 
 
-@pytest.mark.parametrize(
-    "options, said",
-    [
-        (["--num_heads=3"], r"try --num_heads 2 or 4, or --embedding_dim 144$"),
-        (["--num_heads=5", "--embedding_dim=768"], r"try --num_heads 4 or 6, or --embedding_dim 800$"),
-        (["--num_heads=99", "--embedding_dim=64"], r"try --num_heads 64, or --embedding_dim 792$"),
-    ],
-)
-def test_heads_that_do_not_divide_the_width(options, said):
-    with pytest.raises(InputError, match=said):
-        parse_command_line(TransformerConfig, "", options)
-
-
-def test_all_problems_are_named_at_once():
-    with pytest.raises(InputError, match=r"(?s)seed is -1.*weight_decay is inf.*log_every is 0"):
-        MnistConfig(seed=-1, log_every=0, weight_decay=float("inf"))
+def test_heads_that_do_not_divide_the_width():
+    for heads, width, said in ((3, 128, "2 or 4, or .* 144"), (5, 768, "4 or 6, or .* 800"), (99, 64, "64, or .* 792")):
+        with pytest.raises(InputError, match=f"try --num_heads {said}$"):
+            TransformerConfig(num_heads=heads, embedding_dim=width)
 
 
 def test_profile_steps():
@@ -487,8 +426,7 @@ def test_presets_are_read_where_nothing_is_installed_but_python():
     """-S: no installed package is in reach."""
     done = subprocess.run([sys.executable, "-S", "config.py", "--json"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    names = {"MnistConfig", "DistributedMnistConfig", "DdpMnistConfig", "CifarConfig", "TransformerConfig"}
-    assert json.loads(done.stdout).keys() == names
+    assert json.loads(done.stdout).keys() == {kind.__name__ for kind in KINDS}
 
 
 def test_what_shapes_the_computation_is_not_free_on_resume():
@@ -541,6 +479,7 @@ def test_options_that_are_no_text_are_refused(name):
 @pytest.mark.parametrize(
     "changed, said",
     [
+        (dict(seed=-1, log_every=0, weight_decay=np.inf), r"(?s)seed is -1.*weight_decay is inf.*log_every is 0"),
         (dict(num_epochs="3"), "num_epochs is '3'; expected int"),
         (dict(num_epochs=True), "num_epochs is True; expected int"),
         (dict(learning_rate=None), "learning_rate is None; expected float"),
@@ -550,7 +489,7 @@ def test_options_that_are_no_text_are_refused(name):
         (dict(device=[]), "device is .*; expected one of auto, tpu, gpu, cpu"),
     ],
 )
-def test_values_of_another_type_are_refused(changed, said):
+def test_values_of_another_type_and_all_that_are_out_of_bounds_are_refused(changed, said):
     with pytest.raises(InputError, match=said):
         MnistConfig(**changed)
 

@@ -13,11 +13,7 @@ from tpu_utils.options.variables import SWITCHES, check_variables
 WITHOUT_TORCH_XLA = {name: module for name, module in sys.modules.items() if name != "torch_xla"}
 REFUSED = [
     *((name, "1", f"{name}=1, which makes ") for name in SWITCHES),
-    (
-        "XLA_USE_BF16",
-        "yes",
-        "XLA_USE_BF16=yes, which makes bfloat16 of what the run calls float32; unset",
-    ),
+    ("XLA_USE_BF16", "yes", "XLA_USE_BF16=yes, which makes bfloat16 of what the run calls float32; unset"),
     *(
         ("CPU_NUM_DEVICES", value, "expected a whole number from 1 to 127")
         for value in ("abc", "0", "-1", "128", "1e1", "")

@@ -76,8 +76,6 @@ def test_a_step_that_compiled_counts_neither_in_time_nor_in_tokens(monkeypatch):
 
 
 # ----------------------------------------------------------------------------------------------------------- transfers
-
-
 @compile_step
 def advance(x):
     return x + 1

@@ -13,7 +13,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -134,8 +133,6 @@ def test_the_command_for_all_workers_is_this_one_again(tmp_path, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------------------- strangers
-
-
 @pytest.fixture
 def listener():
     """Waits for one process, in a thread: (listener, function that returns its links)."""
@@ -249,9 +246,7 @@ def test_a_false_process_0_learns_nothing_and_is_not_believed():
 
     thread = threading.Thread(target=pretend)
     thread.start()
-    with pytest.raises(
-        DeviceError, match="does not know the secret of this run; give all hosts the same --peers_secret"
-    ):
+    with pytest.raises(DeviceError, match="does not know the secret of this run; give all hosts the same"):
         wait_for_peers(1, [HOME, HOME], 60.0, server.getsockname()[1], SECRET)
     thread.join()
     assert heard[0].keys() == {"index", "nonce"} and heard[1] == b""
@@ -279,9 +274,8 @@ def test_hosts_with_different_secrets_do_not_meet():
     found = {}
 
     def meet(index, port):
-        found[index] = outcome(
-            wait_for_peers, index, [HOME] * 2, 2.0, port, SECRET if index else b"another secret here"
-        )
+        secret = SECRET if index else b"another secret here"
+        found[index] = outcome(wait_for_peers, index, [HOME] * 2, 2.0, port, secret)
 
     port = free_port()
     threads = [threading.Thread(target=meet, args=(i, port)) for i in range(2)]
@@ -348,8 +342,6 @@ def tcp_like(connection: socket.socket):
 
 
 # ------------------------------------------------------------------------------------------------------------- secret
-
-
 def test_a_secret_comes_from_a_file_that_nobody_else_may_read(tmp_path):
     file = tmp_path / "secret"
     file.write_bytes(b"0123456789abcdef\n")
@@ -371,27 +363,6 @@ def test_a_secret_comes_from_a_file_that_nobody_else_may_read(tmp_path):
 def test_an_address_of_another_machine_cannot_be_listened_on():
     with pytest.raises(DeviceError, match=r"this host cannot listen on 192\.0\.2\.1:0, its own address in the slice"):
         peers_module._listen(Meeting(["192.0.2.1"] * 2, SECRET), 0)
-
-
-def test_three_hundred_mutated_messages_are_refused_or_harmless(listener):
-    """Whatever a stranger says, no bad proof passes, and the run meets in the end."""
-    made, links = listener
-    random = np.random.default_rng(0)
-    base = hello() + frame(b'{"proof": "' + b"0" * 64 + b'"}')
-    for _ in range(300):
-        said = bytearray(base)
-        for place in random.integers(0, len(said), random.integers(1, 9)):
-            said[place] = random.integers(256)
-        connection = stranger(made.port)
-        with contextlib.suppress(OSError):
-            connection.sendall(bytes(said[: random.integers(1, len(said) + 1)]))
-        connection.close()
-    assert made.missing() == [1]
-    while not made._greetings.acquire(timeout=30):
-        pass
-    made._greetings.release()
-    wire.connect(HOME, made.port, 1, SECRET, "process 0", 60.0)
-    assert len(links()) == 1
 
 
 def test_errors_are_of_the_kinds_that_scripts_report():

@@ -154,8 +154,6 @@ def end_state(folder: str) -> tuple[Path, dict]:
 
 
 # ---------------------------------------------------------------------------------------------------------- by itself
-
-
 # the foreign emulator refuses what it has already, where the service passes over it: there nothing arrives twice
 @pytest.mark.parametrize("which, faults", [("emulator", FAULTS), ("foreign_emulator", ("503",))])
 def test_what_is_sent_comes_back_on_another_machine_whatever_the_network_does(
@@ -165,11 +163,8 @@ def test_what_is_sent_comes_back_on_another_machine_whatever_the_network_does(
         monkeypatch.setattr(storage, "REQUEST_SECONDS", 0.7)  # shorter than a stall
         proxy.plan = every(4, faults)
         run_dir, mirror = another_process("round_trip", "never")
-        content = {
-            "config.json": b"{}",
-            "metrics.jsonl": b'{"step": 7}\n' * 99,
-            "tensorboard/events.1": os.urandom(999),
-        }
+        content = {"config.json": b"{}", "metrics.jsonl": b'{"step": 7}\n' * 99}
+        content |= {"tensorboard/events.1": os.urandom(999)}
         folder = "checkpoints/step_00000007"
         content |= {f"{folder}/state.safetensors": os.urandom(9 * 2**20), f"{folder}/done": b"7"}
         content |= {f"{folder}/shards_00001.safetensors": os.urandom(99)}
@@ -182,12 +177,8 @@ def test_what_is_sent_comes_back_on_another_machine_whatever_the_network_does(
         machine("second")
         fetched, mirror = another_process("round_trip", "must")
         mirror.fetch(fetched / folder, {Path(name).name: len(data) for name, data in content.items()})
-        found = {
-            path.relative_to(fetched).as_posix(): path.read_bytes() for path in fetched.rglob("*") if path.is_file()
-        }
-        assert found == {
-            name: data for name, data in content.items() if name.startswith(("config", "metrics", "checkpoints"))
-        }
+        found = {p.relative_to(fetched).as_posix(): p.read_bytes() for p in fetched.rglob("*") if p.is_file()}
+        assert found == {name: data for name, data in content.items() if not name.startswith("tensorboard")}
         if which == "emulator":
             puts = [name for kind, name, *_ in changes(proxy.upstream_port, "round_trip") if kind == "put"]
             puts = [name for name in puts if name != "writable"]
@@ -203,20 +194,13 @@ def save(folder: str, *steps: int, keep: int = 3) -> None:
             checkpoints.save(step, {"weights": torch.full((100,), float(step))}, {"evaluation": {}})
 
 
-def test_older_checkpoints_are_deleted_marker_first(proxy, emulator):
-    save("prune", 10, 20, 30, keep=2)
-    assert marked_steps(changes(emulator, "prune")) == [20, 30]
-    machine_without_files = changes(emulator, "prune")
-    assert [name for kind, name, *_ in machine_without_files if kind == "delete" and "checkpoints" in name] == [
-        "checkpoints/step_00000010/done",
-        "checkpoints/step_00000010/state.json",
-        "checkpoints/step_00000010/state.safetensors",
-    ]
-
-
-def test_one_checkpoint_kept_is_enough(proxy, emulator):
-    save("keep_one", 10, 20, 30, keep=1)
-    assert marked_steps(changes(emulator, "keep_one")) == [30]
+@pytest.mark.parametrize("keep, left", [(1, [30]), (2, [20, 30])])
+def test_older_checkpoints_are_deleted_marker_first(proxy, emulator, keep, left):
+    save(f"prune_{keep}", 10, 20, 30, keep=keep)
+    history = changes(emulator, f"prune_{keep}")
+    assert marked_steps(history) == left
+    deleted = [name for kind, name, *_ in history if kind == "delete" and "checkpoints" in name]
+    assert deleted[:3] == [f"checkpoints/step_00000010/{name}" for name in ("done", "state.json", "state.safetensors")]
 
 
 def test_the_best_checkpoint_stays_in_the_bucket_until_a_better_one_is_there(proxy, emulator, machine):
@@ -240,42 +224,21 @@ def test_a_step_that_is_saved_again_is_replaced_under_no_marker(proxy, emulator,
     save("again", 20)
     history = changes(emulator, "again")
     assert marked_steps(history) == [10, 20]
-    assert [change[0] for change in history if change[1] == "checkpoints/step_00000020/done"] == [
-        "put",
-        "delete",
-        "put",
-    ]
+    done = [kind for kind, name, *_ in history if name == "checkpoints/step_00000020/done"]
+    assert done == ["put", "delete", "put"]
 
 
 def test_a_checkpoint_without_its_marker_does_not_count_and_is_written_again(proxy, machine):
     save("cut", 10)
     bucket, prefix = storage.connect("gs://runs/cut")
-    bucket.blob(f"{prefix}checkpoints/step_00000020/state.safetensors").upload_from_string(
-        b"all that went up before the end"
-    )
+    bucket.blob(f"{prefix}checkpoints/step_00000020/state.safetensors").upload_from_string(b"up before the end")
     machine("second")
     assert steps_in_bucket("cut") == [10]
     save("cut", 20)
     assert end_state("cut")[1]["step"] == 20
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_fetched(proxy, machine, capsys):
-    save("damaged", 10, 20)
-    bucket, prefix = storage.connect("gs://runs/damaged")
-    bucket.blob(f"{prefix}checkpoints/step_00000020/state.safetensors").upload_from_string(b"other bytes")
-    machine("second")
-    _, state = end_state("damaged")
-    assert state["step"] == 10 and "step_00000020" in capsys.readouterr().err
-
-
-OUTSIDE = [
-    "../../owned",
-    "..//owned",
-    "/{place}/owned",
-    "//{place}/owned",
-    "a/../../../owned",
-    "state.json/../../owned",
-]
+OUTSIDE = "../../owned ..//owned /{place}/owned //{place}/owned a/../../../owned state.json/../../owned".split()
 OUTSIDE += ["..", ".", "", "state.json/", "\\owned", "x" * 300, "a\nb"]
 
 
@@ -300,16 +263,27 @@ def test_an_object_whose_name_leads_elsewhere_is_never_written(proxy, machine, t
     assert inside - {"lock"} == {f"checkpoints/step_00000010/{file}" for file in FILES}
 
 
-def test_a_marker_that_names_files_elsewhere_fetches_nothing(proxy, machine, capsys):
-    save("names", 10, 20)
-    bucket, prefix = storage.connect("gs://runs/names")
-    blob = bucket.blob(f"{prefix}checkpoints/step_00000020/done")
-    marker = json.loads(blob.download_as_bytes())
+def names_a_file_elsewhere(content: bytes) -> bytes:
+    marker = json.loads(content)
     marker["files"]["../../../owned.py"] = marker["files"]["state.json"]
-    blob.upload_from_string(json.dumps(marker))
+    return json.dumps(marker).encode()
+
+
+@pytest.mark.parametrize(
+    "file, change, said",
+    [
+        ("state.safetensors", lambda content: b"other bytes", "step_00000020"),
+        ("done", names_a_file_elsewhere, "its done marker names the file '../../../owned.py'"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_fetched(proxy, machine, capsys, file, change, said):
+    folder = f"damaged_{file}"
+    save(folder, 10, 20)
+    bucket, prefix = storage.connect(f"gs://runs/{folder}")
+    blob = bucket.blob(f"{prefix}checkpoints/step_00000020/{file}")
+    blob.upload_from_string(change(blob.download_as_bytes()))
     machine("second")
-    assert end_state("names")[1]["step"] == 10
-    assert "its done marker names the file '../../../owned.py'" in capsys.readouterr().err
+    assert end_state(folder)[1]["step"] == 10 and said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("size", [10**5, 9 * 2**20], ids=["at_once", "in_chunks"])
@@ -405,7 +379,6 @@ def test_an_interrupted_log_upload_does_not_end_the_run(proxy, monkeypatch, caps
 
 
 # ------------------------------------------------------------------------------------------------------ several hosts
-
 ROWS = torch.arange(12.0).reshape(6, 2)
 
 
@@ -426,15 +399,18 @@ def on_host(folder: str, action, peers: Peers):
         return error
 
 
-def save_rows(*steps: int):
-    """Rows of a matrix, two on each host, plus the step; and a vector that is whole on the first host."""
+def copy_of(step: int, index: int, size: int = 2, rows: torch.Tensor = ROWS, everywhere: bool = False) -> HostCopy:
+    """So many rows of a matrix, plus the step; and a vector that is whole, on the first host or everywhere."""
+    copy = HostCopy(step, {"evaluation": {}}, {"model/whole": torch.ones(5)} if everywhere or index == 0 else {})
+    copy.sharded = {"model/rows": kind_of(rows)}
+    copy.shards = {"model/rows": {(index * size, 0): rows[index * size :][:size] + step}}
+    return copy
 
+
+def save_rows(*steps: int):
     def action(checkpoints: Checkpoints, index: int) -> None:
         for step in steps:
-            copy = HostCopy(step, {"evaluation": {}}, {"model/whole": torch.ones(5)} if index == 0 else {})
-            copy.sharded = {"model/rows": kind_of(ROWS)}
-            copy.shards = {"model/rows": {(2 * index, 0): ROWS[2 * index : 2 * index + 2] + step}}
-            checkpoints.write(copy)
+            checkpoints.write(copy_of(step, index))
             checkpoints.wait()
 
     return action
@@ -477,14 +453,11 @@ def test_what_the_hosts_have_in_memory_goes_into_the_bucket(hosts, emulator, mac
 
     def save(checkpoints: Checkpoints, index: int) -> None:
         memory = memory_of(checkpoints, index)
-        copy = HostCopy(9, {"evaluation": {}}, {"model/whole": torch.ones(5)})
-        copy.sharded = {"model/rows": kind_of(ROWS)}
-        copy.shards = {"model/rows": {(2 * index, 0): ROWS[2 * index : 2 * index + 2] + 9}}
         memory.run_id = f"ours.{memory.token}"
         if index == 0:
             line = json.dumps(dict(kind="checkpoint", step=9, memory=memory.token))
             (checkpoints.folder.parent / "metrics.jsonl").write_text(line + "\n")
-        memory.write(copy)
+        memory.write(copy_of(9, index, everywhere=True))
         memory.wait()
 
     assert hosts(folder, save) == [None] * 3
@@ -512,10 +485,8 @@ def test_a_part_that_does_not_arrive_leaves_the_checkpoints_before(hosts, machin
     with monkeypatch.context() as patched:
         patched.setattr(Mirror, "_upload", fails)
         for error in hosts("part", save_rows(6)):
-            assert isinstance(error, SaveError), error
-            assert "process 2: shards_00002.safetensors could not be uploaded to gs://runs/part: no answer" in str(
-                error
-            )
+            said = "process 2: shards_00002.safetensors could not be uploaded to gs://runs/part: no answer"
+            assert isinstance(error, SaveError) and said in str(error)
     machine("second")
     assert [step for step, *_ in hosts("part", load_rows)] == [3] * 3
 
@@ -548,21 +519,13 @@ def test_another_number_of_hosts_goes_on_where_the_first_stopped(emulator, proxy
 
     def action(count, *steps):
         def save_as_host(checkpoints, index):
-            size = 8 // count
-            rows, found = torch.arange(16.0).reshape(8, 2)[index * size :][:size], None
-            if checkpoints.steps() or index:
-                saved = reader_of(checkpoints).load_for_resume("auto")
-                if saved:
-                    found = torch.empty(size, 2)
-                    saved.files().read_into(found, "model/rows", (index * size, 0))
-                    assert torch.equal(found, rows + saved.step)
-            else:
-                reader_of(checkpoints).load_for_resume("auto")
+            size, rows = 8 // count, torch.arange(16.0).reshape(8, 2)
+            if saved := reader_of(checkpoints).load_for_resume("auto"):
+                found = torch.empty(size, 2)
+                saved.files().read_into(found, "model/rows", (index * size, 0))
+                assert torch.equal(found, rows[index * size :][:size] + saved.step)
             for step in steps:
-                copy = HostCopy(step, {"evaluation": {}}, {"model/whole": torch.ones(5)} if index == 0 else {})
-                copy.sharded = {"model/rows": kind_of(torch.empty(8, 2))}
-                copy.shards = {"model/rows": {(index * size, 0): rows + step}}
-                checkpoints.write(copy)
+                checkpoints.write(copy_of(step, index, size, rows))
                 checkpoints.wait()
 
         return save_as_host
@@ -636,8 +599,6 @@ def test_a_host_that_cannot_reach_the_bucket_is_named_on_all(hosts, monkeypatch)
 
 
 # ----------------------------------------------------------------------------------------------------------- bad input
-
-
 @pytest.mark.parametrize(
     "url", ["gs://runs", "gs://runs/", "gs://RUNS/a", "gs://runs/a//b", "gs://runs/../b", "gs:/runs/a", "s3://runs/a"]
 )
@@ -651,17 +612,9 @@ def test_addresses_that_cannot_be_meant_are_refused(url):
     [
         ("gs://rusn/a", {}, "bucket rusn does not exist; check the name"),
         ("gs://forbidden/a", {}, "may not list, create, read and delete objects in bucket forbidden"),
-        (
-            "gs://runs/a",
-            {"STORAGE_EMULATOR_HOST": "http://127.0.0.1:9"},
-            "no answer from Cloud Storage; check the network",
-        ),
+        ("gs://runs/a", {"STORAGE_EMULATOR_HOST": "http://127.0.0.1:9"}, "from Cloud Storage; check the network"),
         ("gs://runs/a", {"STORAGE_EMULATOR_HOST": None}, "run gcloud auth application-default login"),
-        (
-            "gs://runs/a",
-            {"XDG_CACHE_HOME": "/dev/null"},
-            "name a folder with room for the checkpoints in XDG_CACHE_HOME",
-        ),
+        ("gs://runs/a", {"XDG_CACHE_HOME": "/dev/null"}, "room for the checkpoints in XDG_CACHE_HOME"),
         ("gs://runs/a", {"resume": "must"}, "gs://runs/a holds no complete checkpoint to go on from; check --run_dir"),
     ],
 )
@@ -704,8 +657,6 @@ def test_a_finished_or_running_run_is_never_overwritten(proxy):
 
 
 # ------------------------------------------------------------------------------------------------------------ training
-
-
 def test_a_local_run_needs_no_client_library(uninterrupted, monkeypatch):
     monkeypatch.setitem(sys.modules, "google.cloud", None)  # importing it is an ImportError
     spec = importlib.util.spec_from_file_location("storage_again", storage.__file__)
@@ -836,20 +787,14 @@ def test_a_run_whose_working_folder_is_gone_ends_with_exit_code_1_and_goes_on_fr
     assert_same_as_local("gone", uninterrupted, emulator)
 
 
-def test_a_distributed_run_in_a_bucket(proxy, emulator, machine):
-    options = ["--num_epochs", "1", "--global_batch_size", "256", "--warmup_steps", "0", "--channels", "2"]
-    options += ["--hidden_dim", "8", "--num_virtual_devices", "2", "--no_tensorboard"]
-    result = run("tests/bucket_worker.py", "distributed_mnist_tpu.py", *options, "--run_dir", "gs://runs/distributed")
-    assert result.returncode == 0 and "run        gs://runs/distributed" in result.stdout, result.stderr
-    machine("second")
-    assert marked_steps(changes(emulator, "distributed")) == [5] and end_state("distributed")[1]["step"] == 5
+TRANSFORMER = "--num_layers 1 --embedding_dim 16 --num_heads 2 --sequence_length 16 --vocab_size 16".split()
+TRANSFORMER += "--warmup_steps 1 --num_steps 4 --save_every 2 --log_every 2 --eval_every 4 --eval_batches 1".split()
+TRANSFORMER += "--global_batch_size 4 --no_tensorboard".split()
 
 
 def test_a_transformer_run_in_a_bucket(proxy, emulator, machine, monkeypatch, capsys):
-    shape = "--num_layers 1 --embedding_dim 16 --num_heads 2 --sequence_length 16 --vocab_size 16 --warmup_steps 1"
-    steps = "--num_steps 4 --save_every 2 --log_every 2 --eval_every 4 --eval_batches 1 --global_batch_size 4"
-    options, place = f"{shape} {steps} --no_tensorboard".split(), ["--run_dir", "gs://runs/transformer"]
-    for given in ([*place, *options], [*place, "--resume", "must"]):
+    place = ["--run_dir", "gs://runs/transformer"]
+    for given in ([*place, *TRANSFORMER], [*place, "--resume", "must"]):
         before = [change for change in changes(emulator, "transformer") if change[1] != "writable"]
         config = parse_command_line(TransformerConfig, "", given)
         assert run_script(lambda config=config: transformer_tpu.train(config)) == 0, capsys.readouterr().err
@@ -888,16 +833,12 @@ def test_a_run_in_a_bucket_goes_on_from_memory(proxy, emulator, tmp_path):
 
 @pytest.mark.slow
 def test_two_hosts_train_in_one_bucket_each_in_a_folder_of_its_own(proxy, emulator, tmp_path):
-    shape = "--num_layers 1 --embedding_dim 16 --num_heads 2 --sequence_length 16 --vocab_size 16 --warmup_steps 1"
-    steps = "--num_steps 4 --save_every 2 --log_every 2 --eval_every 4 --eval_batches 1 --global_batch_size 4"
     place = ["--run_dir=gs://runs/two_hosts"]
-    first = [*f"{shape} {steps}".split(), "--scheduler=constant", "--device=cpu", "--no_tensorboard", *place]
+    first = [*TRANSFORMER, "--scheduler=constant", "--device=cpu", *place]
     for round, given in enumerate((first, [*place, "--resume=must", "--num_steps=6"])):
         port = free_port()
-        hosts = [
-            start("tests/transformer_hosts.py", index, 2, port, *given, XDG_CACHE_HOME=tmp_path / f"{round}_{index}")
-            for index in range(2)
-        ]
+        places = [dict(XDG_CACHE_HOME=tmp_path / f"{round}_{index}") for index in range(2)]
+        hosts = [start("tests/transformer_hosts.py", i, 2, port, *given, **place) for i, place in enumerate(places)]
         outputs = [host.communicate() for host in hosts]
         assert [host.returncode for host in hosts] == [0, 0], outputs
     assert "resumed    after step 4 of 6" in outputs[0][0] and "step " not in outputs[1][0]

@@ -26,15 +26,55 @@ def calls(step, arguments) -> None:
             step(*each)
 
 
-def test_a_second_graph_stops_the_run_and_says_which_argument_changed(device):
+# what changes: (the step, its arguments in each call, what is said)
+CHANGES = {
+    "a shape": (
+        lambda x: (x * 3).sum(),
+        [(torch.ones(size),) for size in (8, 8, 5)],
+        r"^step 3 compiled graph 2 of step, .*: x was float32\[8\], is float32\[5\]",
+    ),
+    "a number, and 0 and 1 are baked into the graph": (
+        lambda x, scale, unchanged: x * scale,
+        [(torch.ones(8), float(number), 5) for number in range(3)],
+        r"^step 2 compiled graph 2 of step, expected 1: no argument changed its shape or dtype, so look.*"
+        r"among the arguments that changed now, and not before: scale 0.0 -> 1.0$",
+    ),
+    "the bound of a slice, which was computed on the host": (
+        lambda x, length: x[:length].sum(),
+        [(torch.ones(8), torch.tensor(length)) for length in (3, 3, 4)],
+        r"^step 3 compiled graph 2 .* for a tensor in x\[:n\] \(use torch.where\)",
+    ),
+    "a number in a tuple, beside a counter": (
+        lambda x, options, number: x * options[1],
+        [(torch.ones(9), ("a name", float(number == 8)), number) for number in range(5, 9)],
+        r"changed now, and not before: options\[1\] 0.0 -> 1.0$",
+    ),
+    # it was sent in each call, and shares the place of its equal from then on
+    "a number that meets another number of the program": (
+        lambda x, scale: x * scale + x / 0.375,
+        [(torch.ones(10), scale) for scale in (0.1, 0.2, 0.3125, 0.375)],
+        r"step 4 compiled graph 2 .*that change in each call, .*: scale 0.3\d* -> 0.375$",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_second_graph_stops_the_run_and_says_what_changed(device, name):
+    function, arguments, said = CHANGES[name]
+    function.__name__ = "step"
+    sent = [[x.to(device) if isinstance(x, torch.Tensor) else x for x in each] for each in arguments]
+    with pytest.raises(RecompileError, match=said):
+        calls(one_graph(function), sent)
+
+
+def tripling():
+    """A step of its own."""
+
     @one_graph
     def step(x):
-        return (x * 3).sum()
+        return x * 3
 
-    with pytest.raises(
-        RecompileError, match=r"^step 3 compiled graph 2 of step, .*: x was float32\[8\], is float32\[5\]"
-    ):
-        calls(step, [(torch.ones(size).to(device),) for size in (8, 8, 5)])
+    return step
 
 
 @pytest.mark.parametrize("is_tried", [True, False])
@@ -67,47 +107,15 @@ def test_a_step_that_may_have_a_graph_for_each_shape_has_one_for_each(device):
             step(sizes[0], 1.0)
 
 
-def test_a_number_that_changes_between_steps_is_a_second_graph_and_is_named(device):
-    @one_graph
-    def step(x, scale, unchanged):
-        return x * scale
-
-    x = torch.ones(8).to(device)
-    with pytest.raises(RecompileError) as caught:
-        calls(step, [(x, float(number), 5) for number in range(3)])  # 0 and 1 are baked into the graph
-    said = str(caught.value)
-    assert said.startswith(
-        "step 2 compiled graph 2 of step, expected 1: no argument changed its shape or dtype, so look"
-    )
-    assert said.endswith("among the arguments that changed now, and not before: scale 0.0 -> 1.0")
-
-
-def test_a_tensor_that_bounds_a_slice_is_read_and_the_message_says_so(device):
-    """What was computed on the host is read as it is, and its value is a part of the program."""
-
-    @one_graph
-    def step(x, length):
-        return x[:length].sum()
-
-    with pytest.raises(
-        RecompileError, match=r"^step 3 compiled graph 2 .* for a tensor in x\[:n\] \(use torch.where\)"
-    ):
-        calls(step, [(torch.ones(8).to(device), torch.tensor(length).to(device)) for length in (3, 3, 4)])
-
-
 OUTSIDE = (
     "operations on device tensors before step {} of step, outside of it{}, became a graph of their own, expected none"
 )
 
 
 def test_operations_before_the_first_step_are_said_at_once(device):
-    @one_graph
-    def step(x):
-        return x * 3
-
     x = torch.ones(2, 5).to(device) * 0.5
     with pytest.raises(RecompileError, match=OUTSIDE.format(1, "")):
-        calls(step, [(x,)])
+        calls(tripling(), [(x,)])
 
 
 def reads_a_sum(x):
@@ -126,12 +134,7 @@ def computes_what_nobody_reads(x):
 @pytest.mark.parametrize("every", [1, 3])
 def test_operations_in_the_loop_are_named_by_their_line(device, extra, every):
     """Each is a program beside the step: found when it comes again, however rarely."""
-
-    @one_graph
-    def step(x):
-        return x * 3
-
-    kept, x = [], torch.ones(every + 1, 6).to(device)
+    step, kept, x = tripling(), [], torch.ones(every + 1, 6).to(device)
     line = extra.__code__.co_firstlineno + 1
     where = rf", at \S*test_graphs.py:{line} \(return .*\)"
     with Run(MnistConfig(), step), pytest.raises(RecompileError, match=OUTSIDE.format(every + 1, where)):
@@ -142,11 +145,7 @@ def test_operations_in_the_loop_are_named_by_their_line(device, extra, every):
 
 
 def test_an_operation_that_comes_once_is_said_at_the_end(device):
-    @one_graph
-    def step(x):
-        return x * 3
-
-    x = torch.ones(2, 7).to(device)
+    step, x = tripling(), torch.ones(2, 7).to(device)
     with Run(MnistConfig(), step) as run:
         for number in range(4):
             step((x + 2) * 0.5 if number == 2 else x)
@@ -155,38 +154,10 @@ def test_an_operation_that_comes_once_is_said_at_the_end(device):
 
 
 def test_what_is_read_as_it_is_makes_no_graph(device):
-    @one_graph
-    def step(x):
-        return x * 3
-
-    x = torch.ones(2, 8).to(device)
+    step, x = tripling(), torch.ones(2, 8).to(device)
     with Run(MnistConfig(), step) as run:
         assert [step(x).cpu().sum().item() for _ in range(3)] == [48.0] * 3
         assert run._watch.graphs(training=True) == 1
-
-
-def test_a_number_in_a_tuple_is_named_and_counters_are_left_out(device):
-    @one_graph
-    def step(x, options, number):
-        return x * options[1]
-
-    x = torch.ones(9).to(device)
-    with pytest.raises(RecompileError, match=r"changed now, and not before: options\[1\] 0.0 -> 1.0$"):
-        calls(step, [(x, ("a name", float(number == 8)), number) for number in range(5, 9)])
-
-
-def test_a_number_that_meets_another_number_of_the_program_is_named(device):
-    """It was sent in each call, and shares the place of its equal from then on."""
-
-    @one_graph
-    def step(x, scale):
-        return x * scale + x / 0.375
-
-    x = torch.ones(10).to(device)
-    with pytest.raises(
-        RecompileError, match=r"step 4 compiled graph 2 .*that change in each call, .*: scale 0.3\d* -> 0.375$"
-    ):
-        calls(step, [(x, scale) for scale in (0.1, 0.2, 0.3125, 0.375)])
 
 
 def test_a_learning_rate_that_is_a_python_number_is_named(device):
@@ -290,9 +261,7 @@ class Growing(Scaled):
 
 
 def test_a_buffer_that_grows_is_named(device):
-    with pytest.raises(
-        RecompileError, match=r": model.scale was float32\[28\], is float32\[56\] in the step after: give"
-    ):
+    with pytest.raises(RecompileError, match=r": model.scale was float32\[28\], is float32\[56\] in the step after"):
         steps_with(Growing(28).to(device))
 
 
@@ -316,6 +285,46 @@ def test_a_list_that_grows_is_named(device):
         calls(step, [(Remembering().to(device), torch.ones(4, 30).to(device))] * 2)
 
 
+class Fading(torch.nn.Linear):
+    """A rate that ends at zero, and a count of calls that is no part of the program."""
+
+    def __init__(self):
+        super().__init__(31, 2)
+        self.rate, self.count = 0.5, 0
+
+    def forward(self, x):
+        self.count += 1
+        return super().forward(x) if self.rate == 0 else super().forward(x) * 3
+
+
+def test_a_number_of_a_module_that_changes_is_named(device):
+    model, x = Fading().to(device), torch.ones(4, 31).to(device)
+
+    @one_graph
+    def step(model, x):
+        return model(x)
+
+    def later():
+        yield from [(model, x)] * 3
+        model.rate = 0.0
+        yield model, x
+
+    with pytest.raises(RecompileError, match=r": model\.rate was 0\.5, is 0\.0 in the step after: that is"):
+        calls(step, later())
+
+
+def test_a_scalar_that_is_another_program_the_second_time_is_named(device):
+    @one_graph
+    def step(x, rate):
+        x.mul_(rate)
+        rate.mul_(0.5)
+
+    with pytest.raises(RecompileError, match=r"for the scalar rate \(give it the shape \(1,\)\)"):
+        calls(step, [(torch.ones(4, 37).to(device), torch.tensor(0.5).to(device))] * 3)
+    rate = torch.tensor([0.5]).to(device)
+    calls(step, [(torch.ones(4, 37).to(device), rate)] * 3)
+
+
 def test_a_layer_that_is_frozen_or_put_into_eval_mode_later_is_named(device):
     model = torch.nn.Sequential(torch.nn.Linear(29, 3), torch.nn.BatchNorm1d(3)).to(device)
     Tracked({"model": model}).make_inputs()
@@ -334,16 +343,11 @@ def test_a_layer_that_is_frozen_or_put_into_eval_mode_later_is_named(device):
         step(model, x)
         model[1].eval()
         model[0].weight.requires_grad_(False)
-        with pytest.raises(
-            RecompileError,
-            match=r"model\.0\.weight was in training, is in eval mode or frozen, model\.1 was in training, is in",
-        ):
+        with pytest.raises(RecompileError, match=r"model\.0\.weight was in training, is in eval mode or frozen"):
             step(model, x)
 
 
 # --------------------------------------------------------------------------------- a function by itself, without a run
-
-
 def test_a_function_by_itself_has_one_graph_whatever_else_computes(device):
     model = torch.nn.Linear(11, 2).to(device)
     total = torch.zeros(1).to(device) + 2  # a graph of its own, and no concern of the function
@@ -392,18 +396,11 @@ def test_what_a_function_by_itself_has_from_around_it_is_named_too(device, is_gi
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    @one_graph
-    def given(x, optimizer):
-        update(x, optimizer)
-
-    @one_graph
-    def around(x):
-        update(x, optimizer)
-
-    x = torch.ones(4, 14).to(device)
+    step = one_graph(update if is_given else lambda x: update(x, optimizer))
+    given = (torch.ones(4, 14).to(device), *([optimizer] if is_given else []))
     with pytest.raises(RecompileError, match=r"call 2 .*: optimizer has 2 tensors of state and had 0 before its first"):
         for _ in range(2):
-            given(x, optimizer) if is_given else around(x)
+            step(*given)
 
 
 @pytest.mark.parametrize("in_run", [False, True])

@@ -106,7 +106,7 @@ def trains(model, x, **_):
     model(x).square().mean().backward()
 
 
-STARTED, OWN = Buffer(), np.random.default_rng(0)
+STARTED, OWN, DRAWN = Buffer(), np.random.default_rng(0), np.random.default_rng(0)
 
 
 def uses_global(model, x):
@@ -133,22 +133,10 @@ CASES = {
     "computed from the weights": (Queue("derived"), {}, trains, (), None),
     "a list that grows": (linear, {"bank": Buffer()}, updates("bank"), (), r"bank\.values\[\d\]"),
     "an object with a state_dict": (linear, {"bank": Saved()}, updates("bank"), ("bank",), None),
-    "a generator": (
-        linear,
-        {"bank": Buffer(np.random.default_rng(0))},
-        updates("bank"),
-        (),
-        r"bank\.draws \(a Generator",
-    ),
+    "a generator": (linear, {"bank": Buffer(DRAWN)}, updates("bank"), (), r"bank\.draws \(a Generator"),
     "a generator of Python's": (linear, {"bank": Buffer(random.Random(0))}, updates("bank"), (), r"draws \(a Random\)"),
     "an optimizer's own tensor": (linear, {"best": Lookahead(False)}, updates("best"), ("best",), r"best\.slow\[0\]"),
-    "an optimizer's own count": (
-        linear,
-        {"best": Lookahead(True)},
-        updates("best"),
-        ("best",),
-        r"best\.count \(1 -> 2",
-    ),
+    "an optimizer's count": (linear, {"best": Lookahead(True)}, updates("best"), ("best",), r"best\.count \(1 -> 2"),
     "a global": (linear, {}, uses_global, (), r"STARTED\.values"),
 }
 

@@ -1,0 +1,106 @@
+"""The price of a planned program: FLOPs of its products, bytes of the rest, and nothing for what is on the way."""
+
+import pytest
+
+from tpu_compiler.estimate.plan_prices import MATRIX_SHARE, MEMORY_SHARE, corner_share, product_flops, with_prices
+from tpu_compiler.estimate.reading import parse_program, read_cycles, scheduled
+from tpu_utils.base.hardware import parse_topology
+
+V6E = parse_topology("v6e-8")
+BATCHED = "window={size=32x2 stride=31x1 lhs_dilate=32x2}, dim_labels=0b1f_0o1i->01bf"
+
+
+@pytest.mark.parametrize(
+    "left, right, out, how, multiplications",
+    [
+        ("128,3136", "3136,64", "128,64", "dim_labels=bf_io->bf", 128 * 3136 * 64),
+        ("3136,128", "3136,64", "128,64", "dim_labels=fb_io->bf", 128 * 3136 * 64),
+        # 28 places and a window of 3 that twice looks over the edge
+        ("8,5,28,28", "7,5,3,3", "8,7,28,28", "window={size=3x3 pad=1_1x1_1}, dim_labels=bf01_oi01->bf01", 280 * 82**2),
+        # 64 products of 16 x 24 by 24 x 48, as the TPU compiler writes them: windows over the batch
+        ("32,16,2,24", "32,48,2,24", "32,2,16,48", BATCHED, 64 * 16 * 24 * 48),
+    ],
+)
+def test_flops_of_a_product(left, right, out, how, multiplications):
+    text = f"""
+%inside (a: f32[{left}], b: f32[{right}]) -> f32[{out}] {{
+  %a = f32[{left}]{{1,0}} parameter(0)
+  %b = f32[{right}]{{1,0}} parameter(1)
+  ROOT %c = f32[{out}]{{1,0}} convolution(%a, %b), {how}
+}}
+
+ENTRY %main (x: f32[{left}], y: f32[{right}]) -> f32[{out}] {{
+  %x = f32[{left}]{{1,0}} parameter(0)
+  %y = f32[{right}]{{1,0}} parameter(1)
+  ROOT %z = f32[{out}]{{1,0}} fusion(%x, %y), kind=kOutput, calls=%inside
+}}
+"""
+    program = parse_program(text)
+    ((*_, operations),) = scheduled(program)
+    types = {operation.name: operation.type for operation in operations}
+    assert product_flops(operations[-1], types, program) == 2 * multiplications
+
+
+PLANNED = """
+%layer (a: bf16[4,1024,4096], n: s32[], x: bf16[1024,1024]) -> bf16[1024,4096] {
+  %a = bf16[4,1024,4096]{2,1,0} parameter(0)
+  %n = s32[] parameter(1)
+  %x = bf16[1024,1024]{1,0} parameter(2)
+  %row = bf16[1024,4096]{1,0} fusion(%a, %n), kind=kLoop, calls=%pick
+  ROOT %c = bf16[1024,4096]{1,0} convolution(%x, %row), dim_labels=bf_io->bf
+}
+
+%pick (a: bf16[4,1024,4096], n: s32[]) -> bf16[1024,4096] {
+  %a.1 = bf16[4,1024,4096]{2,1,0} parameter(0)
+  %n.1 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %slice = bf16[1,1024,4096]{2,1,0} dynamic-slice(%a.1, %n.1, %zero, %zero), dynamic_slice_sizes={1,1024,4096}
+}
+
+%sum (p: f32[], q: f32[]) -> f32[] {
+  %p = f32[] parameter(0)
+  %q = f32[] parameter(1)
+  ROOT %add = f32[] add(%p, %q)
+}
+
+%big (v: bf16[65536,4096]) -> bf16[65536,4096] {
+  %v = bf16[65536,4096]{1,0} parameter(0)
+  ROOT %n2 = bf16[65536,4096]{1,0} negate(%v)
+}
+
+ENTRY %main (w: bf16[4,1024,4096], i: s32[], x: bf16[1024,1024], v: bf16[65536,4096]) -> bf16[65536,4096] {
+  %w = bf16[4,1024,4096]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %x.1 = bf16[1024,1024]{1,0} parameter(2)
+  %v.1 = bf16[65536,4096]{1,0} parameter(3)
+  %product = bf16[1024,4096]{1,0} fusion(%w, %i, %x.1), kind=kOutput, calls=%layer
+  %gathered = f32[1024]{0} all-reduce(%g), channel_id=1, replica_groups={{0,1}}, to_apply=%sum
+  ROOT %negative = bf16[65536,4096]{1,0} fusion(%v.1), kind=kLoop, calls=%big
+}
+"""
+
+
+def test_products_by_the_matrix_unit_and_the_rest_by_memory():
+    """One layer's weights are read of a stack of four, through a fusion in the fusion."""
+    program = parse_program(with_prices(PLANNED, V6E))
+    priced = {o.name: o.cycles for o in program["ENTRY"] if o.cycles}
+    ghz, hardware = V6E.hardware.clock_ghz, V6E.hardware
+    product = 2 * 1024 * 1024 * 4096 / (hardware.bf16_tflops * 1e12 * MATRIX_SHARE)
+    moved = 2 * 2 * 65536 * 4096 / (hardware.memory_gb_per_s * 1e9 * MEMORY_SHARE)
+    read = (1024 * 4096 + 1024 * 1024 + 1024 * 4096) * 2 / (hardware.memory_gb_per_s * 1e9 * MEMORY_SHARE)
+    expected = {"product": max(product, read), "negative": moved}
+    assert priced == pytest.approx({name: seconds * ghz * 1e9 for name, seconds in expected.items()}, rel=1e-3)
+    assert sum(read_cycles(program)[0].values()) == sum(priced.values())  # what runs between devices has no price
+
+
+def test_a_corner_has_fewer_links():
+    shares = {
+        "v6e-1": 1.0,
+        "v6e-4": 0.5,
+        "v6e-8": 0.5,
+        "v6e-256": 1.0,
+        "v5e:8x16": 0.75,
+        "v5p-8": 2 / 6,
+        "v5p-128": 1.0,
+    }
+    assert {name: corner_share(parse_topology(name)) for name in shares} == shares

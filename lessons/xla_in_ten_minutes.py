@@ -149,8 +149,8 @@ with counted("four sizes that come as they come"):
         step(model, optimizer, images[:size].to("xla"), labels[:size].to("xla"))
 
 # %% [markdown]
-# **Mend it.** In training leave the short batch out; other examples are left out in the next epoch. In evaluation every
-# example must count once, so fill the batch up and let a mask leave the filling out:
+# **Mend it.** In training leave the short batch out, or fill it up with labels of -100, which `cross_entropy` skips. In
+# evaluation every example must count once, so fill the batch up and let a mask leave the filling out:
 
 # %%
 model, optimizer = new_model()
@@ -539,5 +539,7 @@ if HAS_COMPILER:
 # - What changes from step to step is a tensor on the device.
 # - Round up to 128. Products in bfloat16, weights in float32.
 #
-# `@one_graph` holds the first three for you. Next: `lessons/plain_mnist_tpu.py`, a whole training with torch and
-# torch_xla alone, and *From one device to many*.
+# `@one_graph` holds these for the function that it marks; a read between two steps is named by `Run`, as in the scripts.
+# An optimizer of `torch.optim` reads a tensor given as `lr`: write the update, or use `make_optimizer`.
+#
+# Next: `lessons/plain_mnist_tpu.py`, a whole training with torch and torch_xla alone, and *From one device to many*.

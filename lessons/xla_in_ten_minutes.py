@@ -539,7 +539,7 @@ if HAS_COMPILER:
 # - What changes from step to step is a tensor on the device.
 # - Round up to 128. Products in bfloat16, weights in float32.
 #
-# `@one_graph` holds these for the function that it marks; a read between two steps is named by `Run`, as in the scripts.
+# `@one_graph` holds these for the function that it marks; a read between steps is named by `Run`, as in the scripts.
 # An optimizer of `torch.optim` reads a tensor given as `lr`: write the update, or use `make_optimizer`.
 #
 # Next: `lessons/plain_mnist_tpu.py`, a whole training with torch and torch_xla alone, and *From one device to many*.

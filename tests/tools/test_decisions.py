@@ -1,5 +1,6 @@
 """benchmarks/decisions.py: its settings are options of the script, it goes on where it was, and the score counts."""
 
+import csv
 import dataclasses
 import json
 from types import SimpleNamespace
@@ -8,11 +9,13 @@ import pytest
 
 from benchmarks import decisions
 from language.options.transformer_options import TransformerConfig
+from tpu_compiler.estimate.report import PLAN_ERROR
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.hardware import GIB, parse_topology
 from tpu_utils.options.parsing import parse_command_line
 
 ALL = decisions.read_decisions()
+TABLES = decisions.ROOT / "docs" / "results"
 
 
 def test_every_setting_is_one_of_the_script():
@@ -78,6 +81,13 @@ def test_the_score_counts_signs_fits_and_points():
         row(None, None, "no", "no"),
     ]
     assert decisions.score(rows) == ["4", "1", "2", "1", "1", "3", "4", "3.0"]
+
+
+def test_a_report_says_the_kept_scores():
+    scores = next(row for row in csv.reader((TABLES / "decisions_scores.csv").open()) if row[0] == "all")
+    _, _, _, _, right, strong, fits, asked, _ = scores
+    said = f"of {fits} of {asked} that fit or not, and of {right} of {strong} changes of 3 % or more"
+    assert said in PLAN_ERROR and (int(fits) / int(asked), int(right) / int(strong)) > (0.85, 0.75)
 
 
 def test_what_was_asked_becomes_tables_and_a_picture(compiler, tmp_path, monkeypatch, capsys):

@@ -51,9 +51,9 @@ def test_the_preset_trains_no_other_model_in_silence(asked):
 
 @pytest.mark.slow
 def test_the_preset_fits_the_smallest_slices():
-    """Qwen3 0.6B, by its config.json, as the page asks it: memory alone."""
+    """Qwen3 0.6B, by its config.json, as the page asks it, planned."""
     question = ["--preset", "finetune", "--model_config", ROOT / "benchmarks" / "models" / "qwen3_0_6b.json"]
-    done = run("aot_tpu.py", "transformer_tpu.py", *question, "--topology", "v5litepod-1,v6e-1", "--memory", "--json")
+    done = run("aot_tpu.py", "transformer_tpu.py", *question, "--topology", "v5litepod-1,v6e-1", "--plan", "--json")
     assert done.returncode == 0, done.stderr
     for report in json.loads(done.stdout):
         assert report["fits"] and report["settings"]["preset"] == "finetune"

@@ -379,6 +379,16 @@ def test_a_function_would_be_seen(torch_compile):
     assert torch_compile.run(program).splitlines()[-1] == "autograd_function_apply"
 
 
+@pytest.mark.slow
+def test_a_speedrun_from_a_text_to_its_report(torch_compile, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"Line {number} of a play\nso it goes on, {number * 7919}.\n\n" for number in range(3000)))
+    options = ("--depth=1", "--most_steps=2", "--vocab_size=320", "--text", text, "--run_dir", tmp_path / "run")
+    torch_compile.run("-m", "tools.speedrun", *options, folder=ROOT)
+    report = (tmp_path / "run" / "report.md").read_text()
+    assert "## The chat" in report and "goes on" in report
+
+
 def row_of(made: TorchCompile, torch_version: str, folder: Path) -> dict[str, str]:
     """What the table says of this torch, asked of it."""
     (made.mine / "asked.py").write_text(WHAT_A_TORCH_DOES)

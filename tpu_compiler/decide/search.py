@@ -81,7 +81,7 @@ def compile_script(
     planned: bool = False,
 ) -> Report:
     """compile_afresh(), or its report from the cache. With program_dir the script traces again, because a cached report
-    has no program text; the compile itself may still come from the cache. planned: without a price, in seconds."""
+    has no program text; the compile itself may still come from the cache. planned: not compiled, in seconds."""
     cache = cache_of_environment()
     planned |= bool(os.environ.get(PLAN_VARIABLE))
     key = question_key(script, topology, options) if cache and not program_dir else None
@@ -154,9 +154,9 @@ def fit(
 ) -> tuple[int, Report | None]:
     """The largest value of an integer option that fits, and its report; (0, None) when no value does.
 
-    Doubles or halves from the script's own value, then bisects; a batch moves by batch_increment. Each try is said: of
-    memory alone, in seconds. The answer is compiled, and if it then does not fit, the one below. A value that the
-    script refuses, such as a batch larger than the data set, does not fit.
+    Doubles or halves from the script's own value, then bisects; a batch moves by batch_increment. Each try is said, and
+    planned, in seconds. The answer is compiled, and if it then does not fit, the one below. A value that the script
+    refuses, such as a batch larger than the data set, does not fit.
     """
     first = compile_script(script, topology, options, planned=True)
     value = first.settings.get(field)

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import shlex
+import subprocess
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -17,7 +18,7 @@ from tpu_compiler.decide.fastest import (
     ms_per_example,
     step_ms,
 )
-from tpu_compiler.decide.search import compile_afresh, compile_script
+from tpu_compiler.decide.search import OutOfTimeError, compile_afresh, compile_script
 from tpu_compiler.estimate.report import ERROR, Report
 from tpu_utils.base.hardware import GENERATIONS, GIB, parse_topology
 
@@ -121,7 +122,10 @@ def ask_script(script: str, topology: str, options: Sequence[str], seconds: floa
 
 def plan_script(script: str, topology: str, options: Sequence[str], seconds: float) -> Report:
     """The plan of a setting. A kept compile would not do: its price is another than a roofline's."""
-    return compile_afresh(script, topology, options, planned=True)
+    try:
+        return compile_afresh(script, topology, options, seconds=seconds, planned=True)
+    except subprocess.TimeoutExpired as error:
+        raise OutOfTimeError(f"{script} for {topology} was not planned in {seconds:.0f} s", 1) from error
 
 
 def format_trials(trials: Sequence[Trial], best: Trial | None) -> str:

@@ -22,7 +22,8 @@ HALF = "the compiler's cost model assumes about half the published bandwidth"
 KEPT = " (kept from then)"
 PLANNED = "it planned the step and did not compile it: memory of the program itself is estimated"
 ROOFLINE = (
-    "products and memory at the shares of their peaks that steps reached on v6e, not measured; communication apart"
+    "not measured: products and memory at the shares of their peaks that steps reached on v6e; communication apart, "
+    "over the links of a chip in a corner"
 )
 PLAN_ERROR = "on v6e, plans said as hardware did of 104 of 120 that fit or not, and of 18 of 23 changes of 3 % or more"
 """As docs/results/decisions_scores.csv has it."""
@@ -364,9 +365,11 @@ def legend(reports: Sequence[Report]) -> list[str]:
     """What stands below a table: what its milliseconds are, and how far they were from clocks."""
     label = LABEL if any(r.compiles for r in reports) else ROOFLINE
     lines = [f"predicted, rate, MFU: {label}."]
-    lines += [f"with comm.: from {ALL_HIDDEN} to nothing hidden; {COMMUNICATION_LABEL}."]
+    bound = f"; {COMMUNICATION_LABEL}" if label == LABEL else ""
+    lines += [f"with comm.: from {ALL_HIDDEN} to nothing hidden{bound}."]
     memory = [r.topology for r in reports if r.compiles and r.is_memory_bound]
     lines += [f"memory-bound: {', '.join(dict.fromkeys(memory))}; {HALF}."] if memory else []
+    lines += [f"accuracy: {PLAN_ERROR}."] if any(r.reason == PLANNED for r in reports) else []
     return lines + ([f"accuracy: {ERROR}."] if any(r.compiles and not r.calibration for r in reports) else [])
 
 

@@ -28,7 +28,7 @@ from tpu_compiler.compile import tracing
 from tpu_compiler.compile.traced import Traced
 from tpu_compiler.decide import search
 from tpu_compiler.estimate import reading
-from tpu_compiler.estimate.report import COMMUNICATION_LABEL, ERROR, LABEL, PLANNED, Report
+from tpu_compiler.estimate.report import COMMUNICATION_LABEL, ERROR, LABEL, PLAN_ERROR, PLANNED, ROOFLINE, Report
 from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.base.hardware import GENERATIONS, parse_topology
 from tpu_utils.options import virtual_slice
@@ -579,11 +579,20 @@ def test_a_plan_has_the_memory_of_the_whole_compile(forked, monkeypatch, capsys,
 
 
 def test_a_plan_says_what_does_not_fit(forked, capsys):
-    options = ["--placeholders", "--global_batch_size", str(2**23), "--plan"]
+    options = [
+        "--plan",
+        "--",
+        "--placeholders",
+        "--global_batch_size",
+        str(2**23),
+    ]  # words behind --: the script's
     assert aot_tpu.main([str(TINY), "--topology", "v5litepod-1", *options]) == 1
     said = capsys.readouterr().out
     assert said.startswith("v5litepod-1: does not fit (one device)") and re.search(r"GiB, over by [\d.]+ GiB", said)
     assert PLANNED in said and "step by roofline" in said and "predicted" not in said
+    assert aot_tpu.main([str(TINY), "--topology", "v5litepod-1,v6e-1", "--plan"]) == 0
+    said = capsys.readouterr().out
+    assert ROOFLINE in said and PLAN_ERROR in said and ERROR not in said and LABEL not in said
     assert aot_tpu.main([str(TINY), "--topology", "v5litepod-1", "--plan", "--search"]) == 2
     assert "--plan does not compile, and --search needs a compiled program" in capsys.readouterr().err
 

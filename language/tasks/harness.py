@@ -34,6 +34,7 @@ from lm_eval.tasks._factory import TaskFactory
 from lm_eval.tasks._index import TaskIndex
 
 from language.data.tokenizer import Tokenizer, check_texts
+from language.tasks.core_tasks import NoAliases
 from language.tasks.questions import Row, Task, encode_pair, fit, windows
 from language.tasks.task_files import file_of, read_records
 from tpu_utils.base.errors import InputError
@@ -202,20 +203,15 @@ class TokenTask(ConfigurableTask):
 # ------------------------------------------------------------------------------------------------------- by their names
 
 
-class PlainLoader(yaml.SafeLoader):
-    """Without aliases, which could stand for 2 ** 40 values."""
-
-    def compose_node(self, parent, index):
-        if self.check_event(yaml.AliasEvent):
-            raise ValueError("it has an alias")
-        return super().compose_node(parent, index)
+class Loader(NoAliases, yaml.SafeLoader):
+    """Makes what YAML itself has a form for."""
 
 
 def read_yaml(path: Path) -> dict:
     """The task that a file describes. Raises InputError for one that names code or other files."""
     content = read_regular(path, "a task of lm_eval in YAML", LARGEST_YAML)
     try:
-        found = yaml.load(content.decode(), PlainLoader)
+        found = yaml.load(content.decode(), Loader)
         if not isinstance(found, dict) or not isinstance(found.get("task"), str):
             raise ValueError("it has no text with the name `task`")
         if wrong := [key for key in REFUSED if key in found]:

@@ -5,6 +5,7 @@ is a process like any other: its own environment, output, signals and exit code,
 """
 
 import atexit
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -140,7 +141,8 @@ class Script:
         return self.text("out"), self.text("err")
 
     def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
+        with contextlib.suppress(ProcessLookupError):  # it has ended, as for Popen
+            os.kill(self.pid, number)
 
     def kill(self) -> None:
         self._process.kill()

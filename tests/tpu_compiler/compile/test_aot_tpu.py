@@ -593,8 +593,8 @@ def test_a_plan_says_what_does_not_fit(forked, capsys):
     assert aot_tpu.main([str(TINY), "--topology", "v5litepod-1,v6e-1", "--plan"]) == 0
     said = capsys.readouterr().out
     assert ROOFLINE in said and PLAN_ERROR in said and ERROR not in said and LABEL not in said
-    assert aot_tpu.main([str(TINY), "--topology", "v5litepod-1", "--plan", "--search"]) == 2
-    assert "--plan does not compile, and --search needs a compiled program" in capsys.readouterr().err
+    assert aot_tpu.main([str(TINY), "--topology", "v5litepod-1", "--plan", "--picture", "x.png"]) == 2
+    assert "--plan does not compile, and --picture needs a compiled program" in capsys.readouterr().err
 
 
 def test_exit_codes_of_wrong_usage(forked, capsys):

@@ -25,10 +25,11 @@ COMMON = "--log_every 1 --warmup_steps 5 --no_tensorboard"
 SCRIPTS = {
     # of 7 million activations one is 9e-9, and its sign, so its gradient, is rounding: 4 channels
     "simple_mnist_tpu.py": "--dataset digits --num_epochs 1 --global_batch_size 70 --channels 4",
-    "resnet_cifar_tpu.py": "--dataset stripes --depth 8 --width 8 --num_epochs 1 --global_batch_size 200",
+    "resnet_cifar_tpu.py": "--dataset stripes --depth 8 --width 8 --num_epochs 3 --global_batch_size 500",
     "transformer_tpu.py": "--num_steps 20 --global_batch_size 8",
 }
-"""What runs 20 steps."""
+"""What runs 20 steps or more."""
+STEPS = 20
 
 
 def losses(python: str, script: str, precision: str, device: str, compiler: str) -> list[float]:
@@ -42,7 +43,7 @@ def losses(python: str, script: str, precision: str, device: str, compiler: str)
         command += ["--compile", compiler] if compiler else []
         subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True)
         records = map(json.loads, Path(folder, "metrics.jsonl").read_text().splitlines())
-        return [record["loss"] for record in records if record["kind"] == "train"]
+        return [record["loss"] for record in records if record["kind"] == "train"][:STEPS]
 
 
 def apart(found: list[float], expected: list[float]) -> float:

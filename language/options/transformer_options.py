@@ -76,7 +76,7 @@ class TransformerConfig(HostOptions, TrainConfig):
     task_questions: Annotated[int, Range("[0, inf)"), FREE, NoEffect("tasks", ())] = 0
     """Score only the first N questions of each task; 0 scores all."""
     model_size: Annotated[Literal[(*GPT_SIZES, *LLAMA_SIZES)], NoEffect("model_config")] = "tiny"
-    """Layers, heads, width and context of a published model; each can be set by itself below."""
+    """Layers, heads, width and context of a published model; each can be set by itself. Vocabulary: vocab_size."""
     initial_weights: Annotated[str, FREE] = ""
     """Hugging Face folder, config.json and safetensors, whose weights training starts from. Models: families.py."""
     model_config: Annotated[str, Seldom()] = ""

@@ -20,7 +20,7 @@ from tpu_compiler.decide.fastest import (
     step_ms,
 )
 from tpu_compiler.decide.search import OutOfTimeError, compile_afresh, compile_script
-from tpu_compiler.estimate.report import ERROR, PLAN_ERROR, PLANNED, ROOFLINE, Report
+from tpu_compiler.estimate.report import ERROR, PLAN_ERROR, PLANNED, ROOFLINE, Report, markdown
 from tpu_utils.base.hardware import GENERATIONS, GIB, parse_topology
 
 
@@ -153,9 +153,7 @@ def format_trials(trials: Sequence[Trial], best: Trial | None) -> str:
         else:
             row += ["does not fit" if r.over_bytes else "does not compile", *["-"] * 6]
         rows.append([*row, f"{r.peak_bytes / GIB:.2f}", f"{r.asked_seconds:.0f}"])
-    rows.insert(1, ["---"] * len(rows[0]))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in rows]
+    lines = markdown(rows)
     lines += [f"{trial.words}: {trial.said}" for trial in trials if trial.report is None]
     planned = any(trial.report.reason == PLANNED for trial in tried)
     lines += [f"ms a step, {unit}/s, MFU: {ROOFLINE if planned else LABEL}; equal: within {EQUAL:.0%}"]
@@ -173,7 +171,7 @@ def format_slices(best: dict[str, Trial | None], tokens: float | None, prices: d
         if trial is not None:
             topology, r = parse_topology(name), trial.report
             rate = examples_per_step(r) / (step_ms(r) / 1e3)
-            chips = topology.num_devices // topology.hardware.devices_per_chip
+            chips = topology.num_chips
             hours = tokens / rate / 3600 if tokens else None
             price = prices.get(topology.generation)
             cost = hours * chips * price if hours and price else None
@@ -187,9 +185,7 @@ def format_slices(best: dict[str, Trial | None], tokens: float | None, prices: d
     for _, name, chips, rate, hours, cost, trial, _ in found:
         row = [name, str(chips), f"{rate:,.0f}"] + ([f"{hours:,.2f}"] if tokens else [])
         rows.append([*row, *([f"{cost:,.2f}"] if cost is not None else []), trial.words])
-    rows.insert(1, ["---"] * len(rows[0]))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in rows]
+    lines = markdown(rows)
     lines += [f"{name}: no setting fits" for name, trial in best.items() if trial is None]
     if tokens:
         said = ", ".join(f"{name} {price:g}" for name, price in prices.items())

@@ -100,8 +100,12 @@ class Report:
     @property
     def slice_lower_bound_ms(self) -> float | None:
         """Least time to send a step's bytes to other slices; None where the speed of that network is not known."""
-        sent = sum(kind["sent_bytes"] for kind in self.slice_transfers.values())
-        return sent / self.network_gb_per_s / 1e6 if self.network_gb_per_s else None
+        return self.sent_bytes / self.network_gb_per_s / 1e6 if self.network_gb_per_s else None
+
+    @property
+    def sent_bytes(self) -> float:
+        """What a device sends to other slices in a step."""
+        return sum(kind["sent_bytes"] for kind in self.slice_transfers.values())
 
     @property
     def memory_text(self) -> str:
@@ -196,18 +200,16 @@ def work_rows(r: Report) -> Rows:
     """FLOPs, and what is sent between devices, slices and the host."""
     model = f", {r.flops_ratio:.2f} x the model's {r.model_flops:.3g}" if r.flops_ratio else ""
     model += f", the bodies of {r.loops} loops counted once" if r.loops else ""
-    kinds = [f"{int(v['count'])} {kind} ({v['bytes'] / 1e6:.1f} MB)" for kind, v in r.collectives.items()]
     rows = [("FLOPs per step", f"{r.flops * r.devices:.3g} over all devices{model}")]
-    rows.append(("collectives", ", ".join(kinds) or "none"))
-    if kinds:
+    rows.append(("collectives", kinds_text(r.collectives) or "none"))
+    if r.collectives:
         bound = f"at least {r.communication_lower_bound_ms:.3f} ms"
         rows.append(("communication", f"{bound} ({r.communication_label})"))
     if r.slice_transfers:
-        sent = [f"{int(v['count'])} {k} ({v['sent_bytes'] / 1e6:.1f} MB)" for k, v in r.slice_transfers.items()]
         unknown = "its speed is not published: give it with --dcn_gb_per_s"
         label = NETWORK_LABEL.format(r.network_gb_per_s) if r.network_gb_per_s else unknown
         bound = r.slice_lower_bound_ms
-        rows.append(("between slices", f"a device sends {', '.join(sent)}"))
+        rows.append(("between slices", f"a device sends {kinds_text(r.slice_transfers, 'sent_bytes')}"))
         rows.append(("", f"at least {bound:.3f} ms ({label})" if bound is not None else label))
     if r.host_transfers:
         sent = [f"{v['bytes'] / 1e6:.1f} MB {direction}" for direction, v in r.host_transfers.items()]
@@ -270,8 +272,7 @@ def cost_of_tokens(r: Report) -> str:
     """
     if r.decode or not r.predicted_per_second or not (r.price or r.tokens or r.unit == "tokens"):
         return ""
-    topology = parse_topology(r.topology)
-    chips = topology.num_devices / topology.hardware.devices_per_chip
+    chips = parse_topology(r.topology).num_chips
     hours = chips * (r.tokens or 1e9) / 3600 / r.predicted_per_second
     range_of_hours = [hours * ms / r.predicted_ms for ms in (r.predicted_ms_all_hidden, r.predicted_ms_nothing_hidden)]
 
@@ -325,12 +326,24 @@ def source_rows(r: Report) -> Rows:
     return rows + titled_rows("largest results", large[:5])
 
 
+def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table, aligned. rows: the names of its columns first."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in rows]
+    return [lines[0], "| " + " | ".join("-" * width for width in widths) + " |", *lines[1:]]
+
+
+def kinds_text(transfers: dict[str, dict[str, float]], size: str = "bytes") -> str:
+    """'2 all-reduce (1.5 MB)'. size: the name of their bytes."""
+    return ", ".join(f"{int(v['count'])} {kind} ({v[size] / 1e6:.1f} MB)" for kind, v in transfers.items())
+
+
 def format_table(reports: Sequence[Report]) -> str:
     """Several slices side by side, as a Markdown table."""
     unit, levels = reports[0].unit, any(r.level for r in reports)
     header = ["slice", *(["level"] if levels else []), "devices", "fits", "GiB of limit", "FLOPs / model"]
     header += ["collectives MB", "predicted ms", "with comm. ms", f"{unit}/s", "MFU", "no estimate", "compile s"]
-    rows = [header, ["---"] * len(header)]
+    rows = [header]
     for r in reports:
         row = [r.topology, *([r.level] if levels else []), str(r.devices), "yes" if r.fits else "no"]
         row.append(f"{r.peak_bytes / GIB:.2f} of {r.limit_bytes / GIB:.2f}" if r.peak_bytes else "-")
@@ -344,13 +357,10 @@ def format_table(reports: Sequence[Report]) -> str:
         else:
             row += ["-"] * 7
         rows.append([*row, f"{r.compile_seconds:.0f}"])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
-    ]
+    lines = markdown(rows)
     lines += [f"{r.topology}{f' {r.level}' if levels else ''}: {r.reason}" for r in reports if r.reason]
     for r in reports:
-        sent = sum(kind["sent_bytes"] for kind in r.slice_transfers.values()) / 1e6
+        sent = r.sent_bytes / 1e6
         bound = r.slice_lower_bound_ms
         at_least = "" if bound is None else f", at least {bound:.2f} ms ({NETWORK_LABEL.format(r.network_gb_per_s)})"
         lines += [f"{r.topology}: between slices a device sends {sent:.1f} MB{at_least}"] if sent else []
@@ -383,16 +393,10 @@ def format_compilers(reports: Sequence[Report]) -> str:
     """What several compilers say of one program for one slice, side by side, as a Markdown table. Empty for none."""
     if not reports:
         return ""
-
-    def kinds(collectives: dict) -> str:
-        found = [f"{int(v['count'])} {kind} ({v['bytes'] / 1e6:.1f} MB)" for kind, v in collectives.items()]
-        return ", ".join(found) or "none"
-
     levels = len({r.level for r in reports}) > 1
     heads = [f"libtpu {r.versions.get('libtpu', '?')}, jax {r.versions.get('jax', '?')}" for r in reports]
     heads = [f"{head}, {r.level}" if levels else head for head, r in zip(heads, reports, strict=True)]
     rows = [[reports[0].topology, *heads]]
-    rows += [["---"] * len(rows[0])]
     rows += [["fits", *("yes" if r.fits else f"no: {r.reason}" for r in reports)]]
     rows += [["GiB of limit", *(f"{r.peak_bytes / GIB:.2f} of {r.limit_bytes / GIB:.2f}" for r in reports)]]
     for part in dict.fromkeys(name for r in reports for name in r.memory):
@@ -406,13 +410,11 @@ def format_compilers(reports: Sequence[Report]) -> str:
         (f"{reports[0].unit}/s", lambda r: f"{r.predicted_per_second:,.0f}" if r.predicted_per_second else "-"),
         ("MFU", lambda r: f"{r.predicted_mfu:.1%}" if r.predicted_mfu else "-"),
         ("no estimate", lambda r: str(sum(r.operations_without_estimate.values()))),
-        ("collectives", lambda r: kinds(r.collectives)),
-        ("between slices", lambda r: kinds(r.slice_transfers)),
+        ("collectives", lambda r: kinds_text(r.collectives) or "none"),
+        ("between slices", lambda r: kinds_text(r.slice_transfers) or "none"),
         ("compile s", lambda r: f"{r.compile_seconds:.0f}"),
     ):
         rows += [[name, *(text(r) if r.compiles else "-" for r in reports)]]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in rows]
     said = [f"{r.level}: {note}" if levels else note for r in reports for note in r.notes]
     said += [f"libtpu {r.versions.get('libtpu', '?')}: {r.calibration}" for r in reports if r.calibration]
-    return "\n".join([*lines, *dict.fromkeys(said), *legend(reports)])
+    return "\n".join([*markdown(rows), *dict.fromkeys(said), *legend(reports)])

@@ -423,7 +423,9 @@ def test_accumulated_gradients_are_reduced_once_a_step(more):
 def test_a_transformer_is_sharded_as_its_table_says():
     """Parameters and optimizer state alike, also where the traced step only reads them before it replaces them."""
     options = ("--mesh=2x4x1", "--num_layers=1", "--num_heads=4", "--embedding_dim=512", "--sequence_length=128")
-    memory = compiled(ROOT / "transformer_tpu.py", "--compile_for", "v5litepod-8", *options)["report.json"].memory
+    report = compiled(ROOT / "transformer_tpu.py", "--compile_for", "v5litepod-8", *options)["report.json"]
+    assert report.notes == ["layers 1, width 512, vocabulary 64"]  # what no size of a model says
+    memory = report.memory
     weights = 12 * 512**2 * 4 / 4
     assert memory["parameters"] == pytest.approx(weights, rel=0.1)
     assert memory["optimizer_state"] == pytest.approx(2 * weights, rel=0.1)

@@ -101,7 +101,7 @@ def test_every_field_can_be_set_in_both_spellings(kind):
         value = another_value(kind, name)
         assert value != getattr(resolve(kind, "quick_test")[0], name)
         companions = (CIFAR_COMPANIONS if kind is CifarConfig else COMPANIONS).get(name, [])
-        for spelled in (name, name.replace("_", "-")):
+        for spelled in {name, name.replace("_", "-")}:
             given = [f"--{spelled}", str(value)]
             if isinstance(value, bool):
                 given = [f"--{spelled}" if value else f"--no_{spelled}"]

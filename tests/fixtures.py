@@ -18,8 +18,9 @@ import torch_xla
 torch.set_num_threads(1)  # as the scripts that tests start
 
 # the longest first: of two workers none is left alone with one of them at the end
-LONGEST = "cluster lessons torch_compile_backend docs aot_tpu any_slice transformer_tpu distributed simple_mnist"
-LONGEST += " speedrun gpu_benchmark calibrate aot_modules torture page onnx storage gpt_parity nonfinite"
+LONGEST = "cluster lessons torch_compile_backend docs storage aot_tpu any_slice transformer_tpu evaluate distributed"
+LONGEST += " simple_mnist keep_running generate given_program speedrun gpu_benchmark calibrate aot_modules torture page"
+LONGEST += " onnx make_it_yours memory_checkpoints setup_tpu fine_tuning nonfinite"
 
 
 def pytest_collection_modifyitems(items):

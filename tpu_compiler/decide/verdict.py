@@ -4,6 +4,7 @@ import dataclasses
 import math
 import shlex
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -19,7 +20,7 @@ from tpu_compiler.decide.fastest import (
     step_ms,
 )
 from tpu_compiler.decide.search import OutOfTimeError, compile_afresh, compile_script
-from tpu_compiler.estimate.report import ERROR, Report, markdown
+from tpu_compiler.estimate.report import ERROR, PLAN_ERROR, PLANNED, ROOFLINE, Report, markdown
 from tpu_utils.base.hardware import GENERATIONS, GIB, parse_topology
 
 
@@ -80,6 +81,7 @@ class Terms:
     only: Sequence[str]  # fields that may change
     vary_batch: bool
     minutes: float
+    planned: bool = False  # settings are planned and not compiled
 
 
 def decide(
@@ -99,13 +101,15 @@ def decide(
     best, left = {}, terms.minutes * 60
     for place, topology in enumerate(topologies):
         say(f"{topology}: searching; each line is one setting, in milliseconds a step")
-        ask, plan = partial(ask_script, script, topology), partial(plan_script, script, topology)
-        found = Search(ask, options, say, left / (len(topologies) - place), plan)
+        plan = partial(plan_script, script, topology)
+        ask = plan if terms.planned else partial(ask_script, script, topology)
+        found = Search(ask, options, say, left / (len(topologies) - place), None if terms.planned else plan)
         best[topology] = found.run(terms.vary_batch, terms.only)
         left -= found.spent
         fresh = [trial.report for trial in found.trials if trial.report and not trial.report.from_cache]
         ended = f"; {found.ended}" if found.ended else ""
-        say(f"{topology}: {len(found.trials)} settings, {len(fresh)} compiled now{ended}")
+        done = "planned" if terms.planned else "compiled"
+        say(f"{topology}: {len(found.trials)} settings, {len(fresh)} {done} now{ended}")
         say(format_trials(found.trials, best[topology]))
     fitting = {name: trial for name, trial in best.items() if trial}
     if len(topologies) > 1 or terms.tokens:
@@ -122,8 +126,10 @@ def ask_script(script: str, topology: str, options: Sequence[str], seconds: floa
 
 def plan_script(script: str, topology: str, options: Sequence[str], seconds: float) -> Report:
     """The plan of a setting. A kept compile would not do: its price is another than a roofline's."""
+    start = time.monotonic()
     try:
-        return compile_afresh(script, topology, options, seconds=seconds, planned=True)
+        report = compile_afresh(script, topology, options, seconds=seconds, planned=True)
+        return dataclasses.replace(report, asked_seconds=time.monotonic() - start)
     except subprocess.TimeoutExpired as error:
         raise OutOfTimeError(f"{script} for {topology} was not planned in {seconds:.0f} s", 1) from error
 
@@ -149,8 +155,9 @@ def format_trials(trials: Sequence[Trial], best: Trial | None) -> str:
         rows.append([*row, f"{r.peak_bytes / GIB:.2f}", f"{r.asked_seconds:.0f}"])
     lines = markdown(rows)
     lines += [f"{trial.words}: {trial.said}" for trial in trials if trial.report is None]
-    lines += [f"ms a step, {unit}/s, MFU: {LABEL}; equal: within {EQUAL:.0%}"]
-    return "\n".join([*lines, f"accuracy: {ERROR}"])
+    planned = any(trial.report.reason == PLANNED for trial in tried)
+    lines += [f"ms a step, {unit}/s, MFU: {ROOFLINE if planned else LABEL}; equal: within {EQUAL:.0%}"]
+    return "\n".join([*lines, f"accuracy: {PLAN_ERROR if planned else ERROR}"])
 
 
 def command_of(script: str, trial: Trial) -> str:

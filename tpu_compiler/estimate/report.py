@@ -75,6 +75,7 @@ class Report:
     estimate_label: str = ESTIMATE_LABEL
     calibration: str = ""  # what was measured on this chip, as calibration.Calibration.sentence says it
     price: float | None = None  # the user's, of a chip for an hour
+    tokens: float | None = None  # or examples, that the run is to see; None: a billion
     unit: str = "examples"
     operations_without_estimate: dict[str, int] = dataclasses.field(default_factory=dict)
     ruled_ms: float = 0.0  # what rules.py adds for them; not in estimated_ms
@@ -219,9 +220,8 @@ def work_rows(r: Report) -> Rows:
 
 def prediction_rows(r: Report) -> Rows:
     """The predicted step, alone and with communication, and how far such predictions were from clocks."""
-    rows = [("predicted step", f"{step_text(r)} ({LABEL})")]
+    rows = [*whole_step_rows(r), ("predicted step", f"{step_text(r)} ({LABEL})")]
     rows.append(("", f"the compiler's estimate {r.estimated_ms:.3f} ms, by rule {r.ruled_ms:.3f} ms"))
-    rows += communication_rows(r)
     if r.is_memory_bound:
         rows.append(("memory-bound", f"{HALF}; the bytes moved need {r.memory_ms:.3f} ms at it"))
     return [*rows, ("calibration" if r.calibration else "accuracy", r.calibration or ERROR)]
@@ -230,8 +230,8 @@ def prediction_rows(r: Report) -> Rows:
 def roofline_rows(r: Report) -> Rows:
     """The step of a program that was planned and not compiled."""
     return [
+        *whole_step_rows(r),
         ("step by roofline", f"{step_text(r)} ({ROOFLINE})"),
-        *communication_rows(r),
         ("accuracy", PLAN_ERROR),
     ]
 
@@ -242,35 +242,46 @@ def step_text(r: Report) -> str:
     return f"{r.predicted_ms:.3f} ms{rate}{mfu}"
 
 
-def communication_rows(r: Report) -> Rows:
-    """The step with communication, and what a billion tokens or examples cost."""
+def whole_step_rows(r: Report) -> Rows:
+    """The step with communication, and what a billion tokens or examples cost, or as many as the run is to see."""
     rows = []
     if r.predicted_ms_nothing_hidden > r.predicted_ms:
-        hidden, whole = r.predicted_ms_all_hidden, r.predicted_ms_nothing_hidden
-        mfus = [f"{mfu:.1%}" for mfu in (r.mfu_at(hidden), r.mfu_at(whole)) if mfu]
-        shares = f" (MFU {mfus[0]} to {mfus[1]})" if mfus else ""
-        text = f"{hidden:.3f} ms, {ALL_HIDDEN}, to {whole:.3f}, nothing hidden{shares}"
-        rows.append(("with communication", text))
-    if cost := cost_of_a_billion(r):
-        rows.append((f"a billion {r.unit}", cost))
+        both = (r.predicted_ms_all_hidden, r.predicted_ms_nothing_hidden)
+        text = " to ".join(f"{ms:.3f}" for ms in both) + " ms"
+        if r.predicted_per_second and not r.decode:
+            rates = (r.predicted_per_second * r.predicted_ms / ms for ms in both)
+            text += f", {' to '.join(f'{rate:,.0f}' for rate in rates)} {r.unit}/s"
+        if mfus := [f"{mfu:.1%}" for mfu in map(r.mfu_at, both) if mfu]:
+            text += f", MFU {' to '.join(mfus)}"
+        rows.append(("whole step", f"{text} (communication: {ALL_HIDDEN}, to nothing hidden)"))
+    if cost := cost_of_tokens(r):
+        rows.append((counted(r), cost))
     return rows
 
 
-def cost_of_a_billion(r: Report) -> str:
-    """'36.3 to 38.4 chip-hours, cost 98.1 to 103.6': from all communication hidden to none; '' where nobody asks.
+def counted(r: Report) -> str:
+    return f"{r.tokens:,.0f} {r.unit}" if r.tokens else f"a billion {r.unit}"
 
-    All chips of the slice are paid for. Of examples only with a price, because nobody counts them in billions.
+
+def cost_of_tokens(r: Report) -> str:
+    """'36.3 to 38.4 chip-hours, cost 98.1 to 103.6': from all communication hidden to none; '' where nobody asks. With
+    tokens the hours of the run too.
+
+    All chips of the slice are paid for. Of examples only with a price or a number, because nobody counts them in
+    billions.
     """
-    if r.decode or not r.predicted_per_second or not (r.price or r.unit == "tokens"):
+    if r.decode or not r.predicted_per_second or not (r.price or r.tokens or r.unit == "tokens"):
         return ""
-    hours = parse_topology(r.topology).num_chips * 1e9 / 3600 / r.predicted_per_second
+    chips = parse_topology(r.topology).num_chips
+    hours = chips * (r.tokens or 1e9) / 3600 / r.predicted_per_second
     range_of_hours = [hours * ms / r.predicted_ms for ms in (r.predicted_ms_all_hidden, r.predicted_ms_nothing_hidden)]
 
     def between(values: list[float]) -> str:
         return " to ".join(dict.fromkeys(f"{value:,.4g}" for value in values))
 
     cost = f", cost {between([one * r.price for one in range_of_hours])}" if r.price else ""
-    return f"{between(range_of_hours)} chip-hours{cost}"
+    run = f"{between([one / chips for one in range_of_hours])} hours, " if r.tokens else ""
+    return f"{run}{between(range_of_hours)} chip-hours{cost}"
 
 
 def decoding_rows(r: Report) -> Rows:
@@ -355,11 +366,7 @@ def format_table(reports: Sequence[Report]) -> str:
         lines += [f"{r.topology}: between slices a device sends {sent:.1f} MB{at_least}"] if sent else []
     said = [f"{r.level}: {note}" if levels else note for r in reports for note in r.notes]
     said += [f"{r.topology}: {r.calibration}" for r in reports if r.calibration]
-    said += [
-        f"{r.topology}: a billion {r.unit}: {cost}"
-        for r in reports
-        if r.predicted_ms and (cost := cost_of_a_billion(r))
-    ]
+    said += [f"{r.topology}: {counted(r)}: {cost}" for r in reports if r.predicted_ms and (cost := cost_of_tokens(r))]
     return "\n".join([*lines, *dict.fromkeys(said), *legend(reports)])
 
 

@@ -73,6 +73,7 @@ def test_decoding_with_the_cache_is_the_forward_pass(name):
     [
         ("gemma3", LayerExecution(scan=True)),
         ("gemma3", LayerExecution(LEVELS["attention"])),
+        ("gemma3", LayerExecution(LEVELS["inputs"], scan=True, all_but=2)),
         pytest.param("smollm3", LayerExecution(scan=True), marks=pytest.mark.slow),
     ],
     ids=str,

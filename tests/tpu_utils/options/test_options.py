@@ -322,7 +322,7 @@ def test_help_shows_what_a_first_run_needs(capsys):
         (TransformerConfig, ["--lora_rank=8"], "lora_alpha lora_base"),
         (TransformerConfig, ["--model_size=mixtral_8x7B"], "expert_capacity balance_loss router_z_loss"),
         (TransformerConfig, ["--optimizer=muon"], "muon_momentum"),
-        (TransformerConfig, ["--remat"], "remat_keep offload scan_layers"),
+        (TransformerConfig, ["--remat"], "remat_keep remat_all_but offload scan_layers"),
         (TransformerConfig, ["--sample_every=10"], "sample_prompts"),
         (TransformerConfig, ["--mesh=2x2x1"], "print_placement context_attention"),
         (TransformerConfig, ["--num_layers=3"], "vocab_size"),

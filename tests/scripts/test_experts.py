@@ -34,7 +34,7 @@ MODEL = dict(
 )
 # a small rate: Adam makes a step of rounding errors where a gradient is near 0, and a token whose experts nearly tie
 # then chooses another one
-RUN = USUAL | dict(learning_rate=1e-3)
+RUN = USUAL | dict(learning_rate=1e-3, num_steps=10, eval_every=5)
 OPTIONS = [f"--{name}={value}" for name, value in {**MODEL, **RUN, "save_every": 5, "device": "cpu"}.items()]
 TIGHT = "--expert_capacity=1.0"
 ONE = {"plain": [], "tight": [TIGHT], "tight/tight_resumed": [TIGHT, "--resume=must"]}

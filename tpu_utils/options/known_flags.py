@@ -16,13 +16,12 @@ from tpu_utils.options.fields import nearest
 def refusal_of_xla(flags: str) -> str:
     """What XLA says of flags at which it would abort the process; empty where it takes them, or is not installed.
 
-    Only the library knows its flags and their values: a child is asked, without the half of torch_xla's import that its
-    Python takes.
+    Only the library knows its flags and their values: a child is asked, which takes the seconds of torch's import.
     """
     library = find_spec("torch_xla")
     if not library:
         return ""
-    source = "import os, torch, _XLAC; _XLAC._xla_get_devices(); os._exit(0)"
+    source = "import os, torch_xla; torch_xla.devices(); os._exit(0)"
     tried = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1", "XLA_FLAGS": flags}
     there = Path(library.origin).parent.parent  # the first folder that the child imports from
     done = subprocess.run([sys.executable, "-c", source], cwd=there, env=tried, capture_output=True, errors="replace")

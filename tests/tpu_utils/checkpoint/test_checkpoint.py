@@ -187,19 +187,6 @@ def test_links_and_odd_names_are_neither_read_nor_removed(tmp_path):
 BIG = {"big": torch.zeros(100_000)}
 
 
-def test_a_failed_save_leaves_the_earlier_checkpoints(tmp_path):
-    checkpoints = save(tmp_path, 10)
-    before = (checkpoints.path(10) / "state.safetensors").read_bytes()
-    with (
-        a_full_disk(),
-        pytest.raises(SaveError, match=r"step 20 could not be written .* the checkpoints of steps \[10\] are intact"),
-    ):
-        checkpoints.save(20, BIG)
-    assert [path.name for path in checkpoints.folder.iterdir()] == ["step_00000010"]
-    assert (checkpoints.path(10) / "state.safetensors").read_bytes() == before
-    assert reader_of(checkpoints).load_for_resume("must").step == 10
-
-
 def test_a_save_behind_the_steps_has_the_state_of_its_step(tmp_path, device):
     checkpoints = save(tmp_path)
     on_host, on_device = torch.zeros(3), torch.zeros(3).to(device)

@@ -318,7 +318,7 @@ def check_shape(config: TransformerConfig, shape: ModelShape) -> list[str]:
         )
     if config.remat_all_but >= shape.num_layers:
         problems.append(
-            f"remat_all_but is {config.remat_all_but} of {shape.num_layers} layers; expected fewer, or remat_keep products"
+            f"remat_all_but is {config.remat_all_but}, expected below {shape.num_layers}; all: remat_keep products"
         )
     if config.offload != "nothing" and config.scan_layers and shape.num_layers == 1:
         problems.append(

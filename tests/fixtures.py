@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from processes import QUICKLY_COMPILED, ROOT, run
@@ -49,6 +50,17 @@ def forked(monkeypatch):
         return done.returncode
 
     monkeypatch.setattr(search, "run_script", run_script)
+
+
+@pytest.fixture
+def xla_is_forked(monkeypatch):
+    """XLA is asked of its flags without the seconds of a start."""
+    from tpu_utils.options import known_flags  # only here
+
+    def fork(command, env, **_):
+        return run(*command[1:], **{name: env[name] for name in ("PJRT_DEVICE", "CPU_NUM_DEVICES", "XLA_FLAGS")})
+
+    monkeypatch.setattr(known_flags, "subprocess", SimpleNamespace(run=fork))
 
 
 @pytest.fixture(scope="session")

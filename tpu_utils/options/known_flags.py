@@ -1,6 +1,5 @@
 """Which options libtpu and XLA have: the library itself is asked. Imported where a user gives some."""
 
-import difflib
 import mmap
 import os
 import re
@@ -11,17 +10,19 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tpu_utils.base.errors import InputError
+from tpu_utils.options.fields import nearest
 
 
 def refusal_of_xla(flags: str) -> str:
     """What XLA says of flags at which it would abort the process; empty where it takes them, or is not installed.
 
-    Only the library knows its flags and their values: a child is asked, which takes the seconds of torch's import.
+    Only the library knows its flags and their values: a child is asked, without the half of torch_xla's import that its
+    Python takes.
     """
     library = find_spec("torch_xla")
     if not library:
         return ""
-    source = "import os, torch_xla; torch_xla.devices(); os._exit(0)"
+    source = "import os, torch, _XLAC; _XLAC._xla_get_devices(); os._exit(0)"
     tried = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1", "XLA_FLAGS": flags}
     there = Path(library.origin).parent.parent  # the first folder that the child imports from
     done = subprocess.run([sys.executable, "-c", source], cwd=there, env=tried, capture_output=True, errors="replace")
@@ -39,8 +40,7 @@ def check_known(options: Mapping[str, str]) -> None:
         for name in options:
             if text.find(b"\0%s\0" % name.encode()) < 0:  # its flags are C strings of the library
                 known = {match[1].decode() for match in re.finditer(rb"\0(xla_[a-z0-9_]{4,80})(?=\0)", text)}
-                near = difflib.get_close_matches(name, known, n=1)
                 raise InputError(
                     f"compiler_options has {name}, which this libtpu does not have; expected one of its own"
-                    + (f"; did you mean {near[0]}?" if near else "")
+                    f"{nearest(name, known)}"
                 )

@@ -20,7 +20,7 @@ torch.set_num_threads(1)  # as the scripts that tests start
 # the longest first: of two workers none is left alone with one of them at the end
 LONGEST = "cluster lessons torch_compile_backend docs aot_tpu any_slice transformer_tpu distributed simple_mnist"
 LONGEST += " keep_running context families experts speedrun gpu_benchmark compiler_flags samples calibrate aot_modules"
-LONGEST += " torture page onnx storage gpt_parity nonfinite"
+LONGEST += " torture page onnx storage nonfinite"
 
 
 def pytest_collection_modifyitems(items):

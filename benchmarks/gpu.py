@@ -5,7 +5,7 @@ GPT-2 124M, 8 layers of Llama 3.2 1B, ResNet-50.
 Run:     python benchmarks/gpu.py --out gpu.json
          python benchmarks/gpu.py --rows 'gpt2_8.*'       # these rows; --list prints all names
          python benchmarks/gpu.py --device cpu --tiny     # a rehearsal; its times say nothing
-Prints:  the card and the versions; a line of JSON for each row; a table.
+Prints:  the card and the versions; a line of JSON for each row; a table; which goals are met.
 Exit:    0; 1 where no row was measured. A row that fails, runs out of memory
          or of time, or lacks a package says so, and the rest go on.
 
@@ -27,6 +27,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -58,9 +59,21 @@ WAYS = {
     "jax": "plain JAX",
     "usual": "torchvision, the usual loop",
 }
-ROWS = [f"gpt2_8.{way}" for way in WAYS if way != "usual"]
-ROWS += [f"gpt2_32.{way}" for way in ("ours", "nanogpt", "hugging_face", "jax")]
-ROWS += ["llama_4.ours", "llama_4.hugging_face", "resnet_256.ours", "resnet_256.usual"]
+ROWS = ["gpt2_8.ours", "gpt2_8.nanogpt", "gpt2_32.ours", "gpt2_32.nanogpt", "llama_4.ours", "llama_4.hugging_face"]
+ROWS += ["resnet_256.ours", "resnet_256.usual", "gpt2_8.jax", "gpt2_8.hugging_face", "gpt2_32.jax"]
+ROWS += ["gpt2_32.hugging_face", "gpt2_8.ours_any_order"]
+"""Those of GOALS first: the others may find no time left."""
+GOALS = (
+    ("gpt2_8", "at most {} of nanoGPT's way", 0.80, "nanogpt"),
+    ("gpt2_8", "at most {} ms a step", 15, "step_ms"),
+    ("gpt2_32", "at most {} of nanoGPT's way", 0.85, "nanogpt"),
+    ("gpt2_32", "MFU of at least {}", 0.50, "mfu"),
+    ("llama_4", "at most {} of Hugging Face's", 0.95, "hugging_face"),
+    ("resnet_256", "at most {} of the usual loop", 1.0, "usual"),
+)
+"""(task, words, limit, the way to compare step_ms with or a field of our row), for one H100 or H200."""
+MOST_MEMORY = 1.1
+"""A goal too: our peak over the smallest of the same task."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,6 +208,36 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def verdicts(rows: list[dict]) -> list[str]:
+    """A line for each of GOALS and each task's memory: the goal, what was measured, whether it is met."""
+    found = {row["row"]: row for row in rows if "skipped" not in row}
+
+    def measured(task: str, what: str) -> float | None:
+        """what: a field of our row, or the way whose step is compared with ours."""
+        ours, other = found.get(f"{task}.ours"), found.get(f"{task}.{what}")
+        if ours is None or (other is None and what in WAYS):
+            return None
+        return ours["step_ms"] / other["step_ms"] if other else ours[what]
+
+    lines = []
+    for task, words, limit, what in GOALS:
+        value = measured(task, what)
+        is_met = value is not None and (value >= limit if what == "mfu" else value <= limit)
+        lines.append(verdict(task, words.format(limit), value, is_met))
+    for task in dict.fromkeys(name for name, *_ in GOALS):
+        peaks = [row["peak_gib"] for name, row in found.items() if name.startswith(f"{task}.") and row["peak_gib"]]
+        ours = measured(task, "peak_gib")
+        share = ours / min(peaks) if ours and len(peaks) > 1 else None
+        words = f"at most {MOST_MEMORY} of the least memory"
+        lines.append(verdict(task, words, share, share is not None and share <= MOST_MEMORY))
+    return lines
+
+
+def verdict(task: str, goal: str, value: float | None, is_met: bool) -> str:
+    said = "not measured" if value is None else f"{value:.2f}, {'met' if is_met else 'NOT met'}"
+    return f"goal       {task}: {goal}: {said}"
+
+
 def environment_of(device: str, caches: Path) -> dict[str, str]:
     """Variables of a child: where compilers keep what they have made, and the device that jax takes."""
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
@@ -211,6 +254,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu")
     parser.add_argument("--tiny", action="store_true", help="tiny models")
     parser.add_argument("--limit", type=float, default=300.0, metavar="SECONDS", help="of one program; default 300")
+    parser.add_argument("--all_limit", type=float, default=480.0, metavar="SECONDS", help="of all; default 480")
     parser.add_argument("--caches", type=Path, metavar="DIR", help="keep the compilers' caches here")
     parser.add_argument("--ours", default="", metavar="OPTIONS", help="more options for this project's scripts")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
@@ -228,17 +272,23 @@ def main() -> int:
     if given.list:
         print(*names, sep="\n")
         return 0
-    card, rows = read_card(), []
+    card, rows, end = read_card(), [], time.monotonic() + given.all_limit
     print(f"{card or 'no GPU'}; {', '.join(f'{name} {number}' for name, number in versions().items())}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         environment = environment_of(given.device, given.caches or Path(folder, "caches"))
         for task in (Task(name, given.device, given.tiny, folder, given.ours) for name in names):
-            rows.append(row_of(task, card, run_row(task, environment, given.limit)))
+            left = end - time.monotonic()
+            result = {"skipped": f"no time left of {given.all_limit:g} s; ask for it by --rows"}
+            if left > 0:
+                result = run_row(task, environment, min(given.limit, left))
+            rows.append(row_of(task, card, result))
             print(json.dumps(rows[-1]), flush=True)
             if given.out:  # so far
                 report = {"card": card, "versions": versions(), "rows": rows}
                 write_atomically(given.out, (json.dumps(report, indent=1) + "\n").encode())
     print(f"\n{table(rows)}", flush=True)
+    if given.device == "gpu" and not given.tiny:
+        print(*verdicts(rows), sep="\n", flush=True)
     return int(all("skipped" in row for row in rows))
 
 

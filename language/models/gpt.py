@@ -18,6 +18,7 @@ from language.models.layers import (
     divided,
     find_documents,
     product,
+    projections,
 )
 from language.models.operations import add_bias, causal_attention, layer_norm
 from language.options.shapes import ModelShape
@@ -107,7 +108,7 @@ class GPT(Decoder):
         q, k, v = zip(w["qkv_weight"].view(3, H, -1, D), w["qkv_bias"].view(3, H, -1), strict=True)
         q = divided(q[0], self.query_divisor), q[1]  # fused with the product; cast() does the bias
         add = torch.add if attention is causal_attention else add_bias  # XLA cannot fuse a bias gradient into a kernel
-        qkv = [add(product("btd,hkd->bthk", y, weight), bias) for weight, bias in (q, k, v)]
+        qkv = projections(y, (q, k, v), add)
         qkv = [add_adapter(x, y, adapter(w, "qkv", part)) for part, x in enumerate(qkv)]
         qkv = [kept.heads(point, x) for point, x in zip(("query", "key", "value"), qkv, strict=True)]
         y, saved = attention(*qkv, w.get("starts"), kept.attention())

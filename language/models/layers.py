@@ -18,7 +18,7 @@ from language.options.shapes import START, ModelShape
 from language.xla.loops import BATCH
 from language.xla.saved_activations import LEVELS, SAVE_NOTHING, LayerExecution
 from language.xla.shards import balanced, gathered, size_of
-from tpu_utils.device import DEVICE_TYPE, mark_sharding_with_gradients
+from tpu_utils.device import DEVICE_TYPE, IS_XLA, mark_sharding_with_gradients
 
 # One parameter per layer and matrix (`qkv_weight.0`): slices of a stacked parameter need an extra pass over memory to
 # cast, and another to collect gradients; with separate ones XLA fuses both into the matrix product. The vectors stay
@@ -56,6 +56,14 @@ def product(equation: str, x_BTI, weight, adapter=None):
     read = weight if isinstance(weight, torch.Tensor) else weight.widened(x_BTI.dtype)  # else Int8
     y = matmul_one_token(x_BTI, read) if is_decode_step(x_BTI) else contract(equation, x_BTI, read)
     return add_adapter(y if read is weight else weight.scaled(y), x_BTI, adapter)
+
+
+def projections(x_BTD, parts, add: Callable = torch.add):
+    """(B, T, H, K) of each (weight (H, K, D), bias (H, K)); one product for torch's compiler, which joins none."""
+    if IS_XLA or is_decode_step(x_BTD) or not isinstance(parts[0][0], torch.Tensor):  # else Int8
+        return [add(product("btd,hkd->bthk", x_BTD, weight), bias) for weight, bias in parts]
+    w, bias = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return F.linear(x_BTD, w.flatten(0, 1), bias.flatten()).unflatten(-1, (len(parts), *parts[0][1].shape)).unbind(2)
 
 
 def head_product(x_BTD, weight_VD, mesh=None):

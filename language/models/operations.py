@@ -14,9 +14,7 @@ from tpu_utils.device import IS_XLA
 
 class LayerNorm(torch.autograd.Function):
     """Layer norm of x (B, T, D): float32 inside one fusion, the dtype of x in memory. E[x^2] - E[x]^2 reads x once.
-
-    The backward pass is written down because autograd's takes more operations, to trace and in the program.
-    """
+    The backward pass is written down because autograd's takes more operations."""
 
     @staticmethod
     def forward(ctx, x, weight_D, bias_D):
@@ -239,17 +237,15 @@ class CrossEntropy(torch.autograd.Function):
         logits_BTV, target_BT, logsumexp = ctx.saved_tensors
         column = torch.arange(logits_BTV.shape[-1], device=logits_BTV.device, dtype=torch.int32)
         p = (logits_BTV.float() - logsumexp).exp().masked_fill(column >= ctx.vocab_size, 0.0)
-        counted = (target_BT >= 0).float() * grad_BT
-        found = (p - (column == target_BT[..., None]).float()) * counted[..., None]
+        found = (p - (column == target_BT[..., None]).float()) * ((target_BT >= 0).float() * grad_BT)[..., None]
         return found.to(logits_BTV.dtype), None, None
 
 
 def is_likeliest(logits_BTV, targets_BT, vocab_size: int):
     """1.0 where a target has the largest logit, of equal ones the first; (B, T) float32. 0 for a negative target.
 
-    By maxima and a sum, which XLA computes with those of losses(): an argmax would keep the logits in float32, and
-    double the time of head and loss of GPT-2 124M, by libtpu 0.0.21's estimate for v5e.
-    """
+    By maxima and a sum, which XLA computes with those of losses(): an argmax would double the time of head and loss of
+    GPT-2 124M, by libtpu 0.0.21's estimate for v5e."""
     column = torch.arange(logits_BTV.shape[-1], device=logits_BTV.device, dtype=torch.int32)
     z = logits_BTV.float().masked_fill(column >= vocab_size, -1e30)
     largest = z.amax(-1, keepdim=True)
@@ -273,16 +269,13 @@ def losses(logits_BTV, targets_BT, vocab_size: int, mesh=None):
 
 
 class TorchOperations:
-    """The operations above by torch's own, for torch's compiler: its graphs can lose the gradient of a Function.
-
-    torch 2.11 does, without a word (docs/torchtpu.md). Same names, arguments and results.
-    """
+    """The operations above by torch's own, for torch's compiler, whose graphs can lose the gradient of a Function
+    (docs/torchtpu.md). Same names, arguments and results; scale and saved are not used."""
 
     @staticmethod
     def contract(equation: str, x_BTI, weight):
-        """What layers.product() computes, as a product of matrices. An einsum is a batch of one product; cuBLAS has
-        other kernels for a batch, which may not divide a sum over all rows, as a weight's gradient is, among
-        multiprocessors."""
+        """What layers.product() computes, by a product of matrices. For an einsum, a batch of one, cuBLAS has kernels
+        that may not divide the sum over all rows in a weight's gradient among multiprocessors."""
         inputs = x_BTI.dim() - 2  # axes that are summed over, the last of both
         y = F.linear(x_BTI.flatten(2), weight.flatten(-inputs).flatten(0, -2))
         return y.view(*x_BTI.shape[:2], *weight.shape[:-inputs])
@@ -293,12 +286,11 @@ class TorchOperations:
 
     @staticmethod
     def rms_norm(x, weight_D, eps: float, scale=None):
-        """scale: not used; kept between passes under torch_xla alone."""
         return F.rms_norm(x.float(), weight_D.shape, weight_D.float(), eps).to(x.dtype)
 
     @staticmethod
     def causal_attention(q_BTHK, k_BTGK, v_BTGK, starts_BT=None, saved: None = None, window: int = 0):
-        """(output, None). The caller has divided q by sqrt(K). saved: kept between passes under torch_xla alone."""
+        """(output, None). The caller has divided q by sqrt(K)."""
         visible = None
         if starts_BT is not None or window:
             key = torch.arange(q_BTHK.shape[1], device=q_BTHK.device)

@@ -43,6 +43,45 @@ def test_what_a_row_says():
     assert lines[3].endswith("| skipped: a / b |") and gpu.row_of(task, "", measured)["mfu"] is None
 
 
+def test_goals_have_a_verdict():
+    def row(name, step_ms, peak_gib=5.0, mfu=0.4):
+        return dict(row=name, step_ms=step_ms, peak_gib=peak_gib, mfu=mfu)
+
+    rows = [row("gpt2_8.ours", 16.0, 5.4), row("gpt2_8.nanogpt", 20.0), row("gpt2_32.ours", 52.0, 9.0, 0.51)]
+    rows += [row("gpt2_32.nanogpt", 60.0, 8.0), dict(row="llama_4.ours", skipped="so")]
+    rows += [row("llama_4.hugging_face", 9.0), row("resnet_256.ours", 9.0, None), row("resnet_256.usual", 9.0, None)]
+    assert [line.partition("goal       ")[2] for line in gpu.verdicts(rows)] == [
+        "gpt2_8: at most 0.8 of nanoGPT's way: 0.80, met",
+        "gpt2_8: at most 15 ms a step: 16.00, NOT met",
+        "gpt2_32: at most 0.85 of nanoGPT's way: 0.87, NOT met",
+        "gpt2_32: MFU of at least 0.5: 0.51, met",
+        "llama_4: at most 0.95 of Hugging Face's: not measured",
+        "resnet_256: at most 1.0 of the usual loop: 1.00, met",
+        "gpt2_8: at most 1.1 of the least memory: 1.08, met",
+        "gpt2_32: at most 1.1 of the least memory: 1.12, NOT met",
+        "llama_4: at most 1.1 of the least memory: not measured",
+        "resnet_256: at most 1.1 of the least memory: not measured",
+    ]
+    assert {f"{task}.ours" for task, *_ in gpu.GOALS} <= set(gpu.ROWS)
+
+
+def test_a_row_for_which_no_time_is_left_says_so(monkeypatch, capsys):
+    asked = []
+
+    def run_row(task, environment, limit):
+        asked.append((task.row, limit))
+        return {"skipped": "tried"}
+
+    monkeypatch.setattr(gpu, "run_row", run_row)
+    monkeypatch.setattr(gpu, "read_card", lambda: "")
+    for limit in ("0", "480"):
+        monkeypatch.setattr("sys.argv", ["gpu.py", "--rows", "gpt2_8.jax", "--all_limit", limit])
+        assert gpu.main() == 1
+    said = capsys.readouterr().out
+    assert "no time left of 0 s; ask for it by --rows" in said and "goal       gpt2_8: " in said
+    assert [row for row, _ in asked] == ["gpt2_8.jax"] and 0 < asked[0][1] <= 300
+
+
 def test_the_reason_is_the_last_exception():
     errors = "Traceback\n  File\ntorch.OutOfMemoryError: CUDA out of memory. Tried\n  a hint\nanother hint\n"
     assert gpu.reason_in(errors).startswith("torch.OutOfMemoryError: CUDA")
@@ -81,7 +120,7 @@ def test_a_row_that_fails_or_hangs_stops_no_other(tmp_path, monkeypatch, capsys)
 
 def test_a_rehearsal_on_the_cpu(tmp_path):
     """Ours is what the test environment has: torch_xla."""
-    done = run(*TINY, "--rows", *REHEARSED, "--out", tmp_path / "out.json", timeout=600)
+    done = run(*TINY, "--rows", *REHEARSED, "--all_limit", "600", "--out", tmp_path / "out.json", timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     first, *lines = done.stdout.splitlines()
     assert "torch 2" in first
@@ -99,7 +138,9 @@ def test_every_other_program(tmp_path):
     is, runs."""
     programs = {(row.partition("_")[0], row.partition(".")[2]): row for row in reversed(gpu.ROWS)}
     wanted = [row for row in gpu.ROWS if row in programs.values() and row not in REHEARSED]
-    done = run(*TINY, "--rows", *wanted, "--limit", "600", "--out", tmp_path / "out.json", timeout=3600)
+    done = run(
+        *TINY, "--rows", *wanted, "--limit", "600", "--all_limit", "3600", "--out", tmp_path / "out.json", timeout=3600
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [row["row"] for row in rows] == wanted
@@ -114,4 +155,4 @@ def test_a_row_that_is_not_there_is_refused():
     done = run("benchmarks/gpu.py", "--rows", "gpt3*")
     assert done.returncode == 2 and "expected some of gpt2_8.ours, " in done.stderr
     listed = run("benchmarks/gpu.py", "--list", "--rows", "gpt2_32.*,gpt2_8.jax")
-    assert listed.stdout.split() == ["gpt2_8.jax", *(name for name in gpu.ROWS if name.startswith("gpt2_32."))]
+    assert listed.stdout.split() == [n for n in gpu.ROWS if n.startswith("gpt2_32.") or n == "gpt2_8.jax"]

@@ -6,7 +6,7 @@ import torch_xla
 from processes import run
 from test_llama_parity import relative_error
 
-from language.models import operations
+from language.models import layers, operations
 
 T, D, V = 12, 16, 20
 CASES = {
@@ -97,3 +97,25 @@ def test_flash_and_plain_attention_agree(num_devices):
     assert result.returncode == 0, result.stderr
     differences = [float(value) for value in result.stdout.split()]
     assert len(differences) == 24 and max(differences) < 2e-6, differences
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_projections_are_one_product(dtype, monkeypatch):
+    """For torch's compiler, which leaves three products three: forward, and for x and for the weights backward."""
+    found, products = [], []
+    for is_xla in (True, False):
+        monkeypatch.setattr(layers, "IS_XLA", is_xla)
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(2, T, D), (3, 4, 8, D), (3, 4, 8)]
+        x, weight, bias = (torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes)
+        with torch.profiler.profile() as profile:
+            outs = layers.projections(x, list(zip(weight, bias, strict=True)))
+            sum((i + 1) * out.float().square().sum() for i, out in enumerate(outs)).backward()
+        names = ("aten::mm", "aten::addmm", "aten::bmm")
+        products.append(sum(event.count for event in profile.key_averages() if event.key in names))
+        found.append([*outs, x.grad, weight.grad, bias.grad])
+    assert products == [9, 3]
+    tolerance = 2e-5 if dtype == torch.float32 else 5e-2
+    for one, three in zip(found[1], found[0], strict=True):
+        assert one.shape == three.shape
+        torch.testing.assert_close(one, three, rtol=tolerance, atol=tolerance * three.abs().max().item())

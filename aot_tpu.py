@@ -7,7 +7,7 @@ Run:     python simple_mnist_tpu.py --compile_for v5litepod-1
              one row for each slice
          python aot_tpu.py SCRIPT --topology v6e-8 --plan
              does it fit, and about how long is a step? In seconds: planned,
-             not compiled
+             not compiled; with --search too
          python aot_tpu.py SCRIPT --topology v5litepod-1 --fit global_batch_size
              the largest value that fits
          python aot_tpu.py SCRIPT --topology v5litepod-8,v6e-8 --search
@@ -79,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             only=parse_only(arguments.only, arguments.vary_batch),
             vary_batch=arguments.vary_batch,
             minutes=arguments.minutes,
+            planned=arguments.plan,
         )
         check_prices(terms.prices, arguments.topology.split(","))
         names, questions, calibration = check_command(arguments, options, sides, say)
@@ -105,7 +106,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if calibration:
         reports = [with_calibration(report, calibration) for report in reports]
     prices = {} if arguments.search else terms.prices
-    reports = [dataclasses.replace(r, price=prices.get(parse_topology(r.topology).generation)) for r in reports]
+    reports = [
+        dataclasses.replace(r, price=prices.get(parse_topology(r.topology).generation), tokens=terms.tokens)
+        for r in reports
+    ]
     if speed := arguments.dcn_gb_per_s:
         reports = [dataclasses.replace(r, network_gb_per_s=speed).with_prediction() for r in reports]
     if arguments.picture:
@@ -180,8 +184,6 @@ def check_command(
     """
     if arguments.only and not arguments.search:
         raise ValueError("--only has no effect without --search")
-    if arguments.tokens and not arguments.search:
-        raise ValueError("--tokens has no effect without --search; with --price a report says what a billion costs")
     if arguments.picture:
         check_picture(Path(arguments.picture))
     if bool(sides) + arguments.search + bool(arguments.fit) > 1:
@@ -189,7 +191,7 @@ def check_command(
     if sides and "," in arguments.topology:
         raise ValueError(f"--diff is for one slice; found --topology {arguments.topology}")
     if arguments.plan:
-        for name in ("search", "diff", "picture", "program"):
+        for name in ("diff", "picture", "program"):
             if getattr(arguments, name):
                 raise ValueError(f"--plan does not compile, and --{name} needs a compiled program; leave one out")
         os.environ[PLAN_VARIABLE] = "1"

@@ -15,6 +15,7 @@ shapes and types of what was written. Most mutated files fit their CRC-32: whoev
 import argparse
 import contextlib
 import io
+import itertools
 import json
 import os
 import random
@@ -35,6 +36,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 os.environ.setdefault("PJRT_DEVICE", "CPU")
+from mutations import mutated
 from processes import Script, run, start, waits
 from run_files import mark, saved_steps
 
@@ -53,6 +55,13 @@ class Complaint(Exception):
 def expect(condition: object, complaint: str) -> None:
     if not condition:
         raise Complaint(complaint)
+
+
+def damaged(content: bytes, draw: random.Random) -> bytes:
+    """Mostly near the front, where headers are."""
+    front = draw.choice([len(content), int(len(content) * draw.random() ** 4) + 16])
+    made = mutated(content[:front], 8, draw.randrange(2**32))
+    return next(itertools.islice(made, draw.randrange(8), None)) + content[front:]  # one copy in memory at a time
 
 
 def peak() -> int:
@@ -89,25 +98,6 @@ def make_checkpoints(folder: Path, megabytes: int = 1):
             written.append({"name": name, "sums": sums, "shards": shards_by_path(part, name)})
         checkpoints._finish(copy, aside, written, {})
     return checkpoints
-
-
-def mutated(content: bytes, draw: random.Random) -> bytes:
-    """Flipped, truncated, grown, or with a piece from elsewhere; mostly near the front, where headers are."""
-    data = bytearray(content)
-    for _ in range(draw.randint(1, 4)):
-        place = min(int(len(data) * draw.random() ** 4), max(0, len(data) - 1))
-        kind = draw.randrange(5)
-        if kind == 0 and data:
-            data[place] ^= 1 << draw.randrange(8)
-        elif kind == 1:
-            data[place : place + draw.randrange(9)] = draw.randbytes(draw.randrange(9))
-        elif kind == 2:
-            del data[place + draw.randrange(64) :]
-        elif kind == 3:
-            data += draw.randbytes(draw.randrange(99))
-        else:
-            data[:8] = struct.pack("<Q", draw.choice([0, 1, 2**16, 2**31, 2**63, 2**64 - 1]))
-    return bytes(data)
 
 
 def altered(value: object, draw: random.Random) -> object:
@@ -171,7 +161,7 @@ def attack_checkpoints(count: int, draw: random.Random, folder: Path) -> str:
         victim = target / "step_00000020" / draw.choice(names)
         content, how = victim.read_bytes(), draw.randrange(3)
         if how == 0 or (how == 1 and victim.suffix not in (".json", ".safetensors") and victim.name != "done"):
-            victim.write_bytes(mutated(content, draw))
+            victim.write_bytes(damaged(content, draw))
         elif victim.suffix == ".safetensors":
             victim.write_bytes(change_header(content, draw))
         else:
@@ -322,7 +312,7 @@ def attack_wire(count: int, draw: random.Random, folder: Path) -> str:
         waiting = pool.submit(listener.wait, TIME_LIMIT)
         for _ in range(count):
             with contextlib.suppress(OSError), socket.create_connection((HOME, listener.port), timeout=60) as stranger:
-                stranger.sendall(mutated(base, draw))
+                stranger.sendall(damaged(base, draw))
                 stranger.shutdown(socket.SHUT_WR)
                 while stranger.recv(4096):
                     pass
@@ -337,7 +327,7 @@ def attack_wire(count: int, draw: random.Random, folder: Path) -> str:
         link._socket, own._socket = one, two
         peers = LinkedPeers(1, Meeting([HOME] * 2, secret), [own])
         content = json.dumps(altered(draw.choice(talk), draw)).encode()
-        said = frame(content) if draw.random() < 0.5 else mutated(frame(content), draw)
+        said = frame(content) if draw.random() < 0.5 else damaged(frame(content), draw)
         one.sendall(said)
         one.close()
         try:
@@ -379,12 +369,12 @@ def attack_data_files(count: int, draw: random.Random, folder: Path) -> str:
     refused = 0
     for number in range(count):
         run_dir, said = Path(tempfile.mkdtemp(dir=folder)), io.StringIO()
-        changed = [altered(line, draw) if draw.random() < 0.3 else line for line in lines]
-        damaged = b"".join(json.dumps(line).encode() + b"\n" for line in changed)
-        (run_dir / "metrics.jsonl").write_bytes(draw.choice([mutated(log, draw), damaged, b"[" * 10**5 + b"\n" + log]))
+        some = [altered(line, draw) if draw.random() < 0.3 else line for line in lines]
+        changed = b"".join(json.dumps(line).encode() + b"\n" for line in some)
+        (run_dir / "metrics.jsonl").write_bytes(draw.choice([damaged(log, draw), changed, b"[" * 10**5 + b"\n" + log]))
         (run_dir / "config.json").write_text(json.dumps(altered({"preset": "x", "seed": 0, "num_epochs": 3}, draw)))
-        (run_dir / "questions.bin").write_bytes(mutated(questions, draw))
-        (run_dir / "tokens.bin").write_bytes(mutated(tokens, draw))
+        (run_dir / "questions.bin").write_bytes(damaged(questions, draw))
+        (run_dir / "tokens.bin").write_bytes(damaged(tokens, draw))
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
             for attempt in (
                 lambda place=run_dir: plot_run.plot([plot_run.read_run(place)]),

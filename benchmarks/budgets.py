@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.children import ROOT, parser_for, report_of
 from language.options.transformer_options import TransformerConfig
 from tpu_compiler.compile.cache import from_json
+from tpu_compiler.estimate.report import markdown
 from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.base.files import read_json
 from tpu_utils.base.hardware import GIB, parse_topology
@@ -139,9 +140,7 @@ def compared(row: Row, report: dict[str, Any]) -> list[Move]:
 
 
 def table(moves: Sequence[Move]) -> str:
-    rows = [["row", "figure", "was", "is", "change"], ["---"] * 5, *(move.cells for move in moves)]
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    return "\n".join(f"| {' | '.join(c.ljust(w) for c, w in zip(row, widths, strict=True))} |" for row in rows)
+    return "\n".join(markdown([["row", "figure", "was", "is", "change"], *(move.cells for move in moves)]))
 
 
 def print_slices(rows: Sequence[Row]) -> None:
@@ -156,7 +155,7 @@ def print_slices(rows: Sequence[Row]) -> None:
             continue
         config = parse_command_line(TransformerConfig, "", [*options, "--compile_for", row.slice])
         topology = parse_topology(row.slice)
-        chips = topology.num_devices // topology.hardware.devices_per_chip
+        chips = topology.num_chips
         steps = 1e9 / (config.global_batch_size * config.shape.sequence_length)
         times = [row.figures[f"predicted_ms_{name}_hidden"] for name in ("all", "nothing")]
         write(

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tpu_utils.record.records import read_records
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -43,6 +45,12 @@ def report_of(*arguments: str, needs: str, **settings: Any) -> dict[str, Any]:
     if not report[needs]:
         raise RuntimeError(report["reason"] or f"it is not what it needs to be: {needs}")
     return report
+
+
+def logged(run_dir: Path) -> list[dict[str, Any]]:
+    """The whole lines of metrics.jsonl so far."""
+    path = run_dir / "metrics.jsonl"
+    return [line for _, _, line in read_records(path) if line] if path.exists() else []
 
 
 def unequal_files(one: Path, other: Path, *patterns: str) -> list[str]:

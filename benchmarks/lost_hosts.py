@@ -14,7 +14,6 @@ saves on disk and in memory, and the losses are real.
 """
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -35,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from processes import environment_with, free_port
 from run_files import read_lines
 
-from benchmarks.children import ROOT, as_csv, parser_for, unequal_files
+from benchmarks.children import ROOT, as_csv, logged, parser_for, unequal_files
 from tpu_utils.base.restarts import memory_folder, newest_checkpoint
 
 HOSTS = 4
@@ -156,10 +155,7 @@ class Slice:
         return 0
 
     def restarts(self) -> list[dict]:
-        with contextlib.suppress(OSError):
-            text = (self.run_dir / "metrics.jsonl").read_text()
-            return [json.loads(line) for line in text.splitlines() if '"restart"' in line]
-        return []
+        return [line for line in logged(self.run_dir) if line["kind"] == "restart"]
 
     def restarted(self, lose: Callable[[], object]) -> None:
         """Lose something, and wait until the restart is in the log."""

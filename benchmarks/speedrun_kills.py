@@ -26,10 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from made_tasks import write_task
 
-from benchmarks.children import ROOT, parser_for, unequal_files
+from benchmarks.children import ROOT, logged, parser_for, unequal_files
 from tpu_utils.base.files import read_json
 from tpu_utils.base.writing import write_atomically
-from tpu_utils.record.records import read_records
 
 STAGES = ("tokenizer", "shards", "chats", "pretrain", "samples", "evaluate_pretrained", "base", "finetune")
 STAGES += ("evaluate_finetuned", "chat", "model")
@@ -63,12 +62,8 @@ class Speedrun:
 
     def is_sampling(self) -> bool:
         """Whether an evaluation has its line, and samples have not."""
-        path = self.folder / "pretrained" / "metrics.jsonl"
-        steps = {"eval": {0}, "sample": {0}}
-        for _, _, record in read_records(path) if path.exists() else ():
-            if record and record["kind"] in steps:
-                steps[record["kind"]].add(record["step"])
-        return max(steps["eval"]) > max(steps["sample"])
+        steps = {line["kind"]: line["step"] for line in logged(self.folder / "pretrained")}  # the last of each kind
+        return steps.get("eval", 0) > steps.get("sample", 0)
 
     def cpu_seconds(self) -> float:
         """CPU time of all processes in its session, and of the children that they have waited for."""

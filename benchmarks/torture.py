@@ -12,7 +12,6 @@ takes most of the time.
 """
 
 import collections
-import json
 import os
 import random
 import shutil
@@ -30,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from documents import write_corpus
 from run_files import numbers, saved_steps, state_in, summary_in
 
-from benchmarks.children import ROOT, parser_for
+from benchmarks.children import ROOT, logged, parser_for
 from tpu_utils.record.log import BESIDE
 
 MNIST = ["--num_epochs=6", "--global_batch_size=128", "--channels=4", "--hidden_dim=16", "--max_shift=2"]
@@ -79,16 +78,9 @@ class Run:
         self.process = launch(options, devices, self.output)
         self.started = time.monotonic()
 
-    def lines(self) -> list[dict]:
-        try:
-            text = (self.run_dir / "metrics.jsonl").read_text()
-        except FileNotFoundError:
-            return []
-        return [json.loads(line) for line in text.splitlines(True) if line.endswith("\n")]
-
     def phase(self) -> str:
         """What the run is doing, as far as its files tell."""
-        lines = self.lines()
+        lines = logged(self.run_dir)
         if "\nrun  " not in self.output.read_text(errors="replace"):
             return "start-up"
         if any(self.run_dir.glob("checkpoints/.writing_*")) and lines and lines[-1]["kind"] == "checkpoint":
@@ -108,7 +100,7 @@ class Run:
         """Whether the moment of the kill has come."""
         if aim == "start-up":
             return time.monotonic() - self.started > delay
-        reached = max([line["step"] for line in self.lines()] + saved_steps(self.run_dir), default=0)
+        reached = max([line["step"] for line in logged(self.run_dir)] + saved_steps(self.run_dir), default=0)
         if reached < target or reached <= self.done:
             return False
         return self.phase() == aim or aim == "step"

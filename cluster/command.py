@@ -20,6 +20,7 @@ newest checkpoint when its worker, host or slice dies: cluster/README.md.
 import argparse
 import getpass
 import importlib.util
+import math
 import os
 import re
 import secrets
@@ -29,10 +30,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.deciding import PARTS, Request
+from cluster.slices import COUNTED
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.hardware import parse_topology
 from tpu_utils.options.environment import attached_chips
 from tpu_utils.options.tool_arguments import make_parser, parse_arguments
+from tpu_utils.remote.hosts import family
 
 ADDRESS_VARIABLE, STORAGE_VARIABLE = "RAY_ADDRESS", "TPU_CLUSTER_STORAGE"
 
@@ -107,10 +110,8 @@ def request_of(arguments: argparse.Namespace, default_chips: int) -> Request:
             raise InputError(
                 f"--slice is {arguments.kind}; expected one slice by its accelerator type, as v5litepod-16"
             )
-        chips = topology.chips_per_host[0] * topology.chips_per_host[1]
-        chips *= topology.chips_per_host[2]
-        all_chips = topology.num_devices // topology.hardware.devices_per_chip
-        hosts = max(1, all_chips // chips)
+        chips = math.prod(topology.chips_per_host)
+        hosts = topology.num_chips // chips
     kind = arguments.kind and re.sub("^v5e-", "v5litepod-", arguments.kind.lower())
     return Request(name, user, chips, hosts, kind, arguments.priority, time.time())
 
@@ -164,7 +165,7 @@ def run(arguments: argparse.Namespace, options: list[str]) -> int:
     from cluster.host import versions
 
     alone = not arguments.address
-    chips_here = [chip.name for chip in attached_chips()]
+    chips_here = attached_chips()
     request = request_of(arguments, 1)
     if alone:
         check_alone(arguments, request, len(chips_here))
@@ -177,11 +178,9 @@ def run(arguments: argparse.Namespace, options: list[str]) -> int:
             f"no --storage, {STORAGE_VARIABLE} or --run_dir: expected a place for run directories that every host "
             "reaches, gs://BUCKET/runs or a shared folder; a script that takes no --run_dir wants --plain"
         )
-    families = {host.family for host in hosts}
-    family = next(iter(families)) if len(families) == 1 else ""
-    if alone and chips_here:
-        family = {"v5e": "v5litepod"}.get(chips_here[0], chips_here[0].lower())
-    asked = request.kind or (f"{family}-{request.chips * parse_cores(family)}" if family else "")
+    families = {family(chip)[0] for chip in chips_here} if alone else {host.family for host in hosts}
+    (only,) = families if len(families) == 1 else [""]
+    asked = request.kind or (f"{only}-{request.chips * COUNTED.get(only, 1)}" if only else "")
     if not arguments.no_check and not arguments.plain:
         if asked:
             say("admission", admit(folder / arguments.script, options, asked))
@@ -200,11 +199,6 @@ def run(arguments: argparse.Namespace, options: list[str]) -> int:
         say("follow", f"python -m cluster logs -f {request.name} --address {cluster.address}")
         return 0
     return follow(cluster, request.name, stops=True)
-
-
-def parse_cores(family: str) -> int:
-    """How much the number in an accelerator type counts for each chip: v5p-8 is 4 chips."""
-    return 2 if family in ("v4", "v5p", "tpu7x") else 1
 
 
 def follow(cluster, name: str, stops: bool) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from cluster.deciding import Place, Request
 from cluster.host import HostProcess, device_variables
 from cluster.turns import PROTOCOL, live_hosts, queue_of_cluster
+from tpu_utils.base.hardware import parse_topology
 from tpu_utils.base.restarts import options_in, to_go_on
 
 ASK_SECONDS = 0.5
@@ -137,7 +138,7 @@ class Driver:
             # the queue has chosen the slice, so Ray reserves this one
             labels = {"ray.io/tpu-slice-name": hosts[places[0].node].slice_name}
             self.group = slice_placement_group(
-                topology=topology_of(self.request.kind),
+                topology="x".join(map(str, parse_topology(self.request.kind).shape)),
                 accelerator_version=self.request.kind.rpartition("-")[0],
                 chips_per_vm=chips,
                 resources_per_bundle={"TPU": chips, "CPU": 0.001},
@@ -310,13 +311,6 @@ class Driver:
             if left:
                 time.sleep(min(2.0**number, 30.0))
         return 1
-
-
-def topology_of(kind: str) -> str:
-    """v5litepod-16 -> 4x4."""
-    from tpu_utils.base.hardware import parse_topology
-
-    return "x".join(map(str, parse_topology(kind).shape))
 
 
 def secret_variables() -> dict[str, str]:

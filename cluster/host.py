@@ -16,6 +16,7 @@ from pathlib import Path
 import cluster
 import tpu_utils
 from cluster.folder import digest_of
+from cluster.slices import COUNTED
 from tpu_utils.options.environment import attached_chips
 
 BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
@@ -48,7 +49,7 @@ def device_variables(
     """
     shown = ",".join(map(str, chips))
     family, _, size = kind.rpartition("-")
-    each = 2 if family in ("v4", "v5p", "tpu7x", "v7x") else 1  # these count cores
+    each = COUNTED.get("tpu7x" if family == "v7x" else family, 1)
     if len(addresses) > 1:  # a whole slice: as its metadata server says, with which tpu_utils/remote/hosts.py compares
         found = {"TPU_WORKER_ID": str(index), "TPU_WORKER_HOSTNAMES": ",".join(addresses), "TPU_ACCELERATOR_TYPE": kind}
         if not tpu:

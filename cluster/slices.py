@@ -43,6 +43,8 @@ ZONES = {
     "TPU7x": ("us-central1-ai1a", "us-central1-c"),
 }
 ZONE = r"[a-z]+-[a-z]+\d+-([a-z]|ai\d[a-z])"
+COUNTED = dict(map(family, GENERATIONS.values()))
+"""What the number in an accelerator type counts of each chip: its two cores in v5p-8."""
 XPK_SMALLEST = {"v5e": 8}
 """xpk 1.16.0 knows no smaller slices of it. All its machines have 4 chips, but for slices of one chip."""
 

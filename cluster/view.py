@@ -15,13 +15,9 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 def duration(seconds: float) -> str:
     """7 s, 12 min, 3.4 h."""
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 120
-        else f"{seconds / 60:.0f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:.1f} h"
-    )
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def runs(jobs: Sequence, state: dict) -> list[dict]:
@@ -42,12 +38,10 @@ def runs(jobs: Sequence, state: dict) -> list[dict]:
             says = "starting"
         elif status == "SUCCEEDED":
             says = "done"
+        elif status == "STOPPED" or code in (130, 143):
+            says = "stopped"
         else:
-            says = (
-                "stopped"
-                if status == "STOPPED" or code in (130, 143)
-                else f"failed ({'killed' if code is None else code})"
-            )
+            says = f"failed ({'killed' if code is None else code})"
         found.append(
             {
                 "name": name,
@@ -110,17 +104,8 @@ def show_top(found: dict, now: float) -> str:
         rows.append([f"{host['address']} ({host['node'][:8]})", where, f"{host['in_use']} of {host['chips']}"])
     lines += ["", table(rows)]
     rows = [["run", "user", "chips", "priority", "state"]]
-    for run in found["running"]:
-        rows.append(
-            [
-                run["name"],
-                run["user"],
-                str(run["chips"]),
-                str(run["priority"]),
-                f"runs for {duration(now - run['started'])}",
-            ]
-        )
+    shown = [(run, f"runs for {duration(now - run['started'])}") for run in found["running"]]
     for place, run in enumerate(found["waiting"], 1):
-        text = f"waits for {duration(now - run['since'])}, {place} of {len(found['waiting'])}"
-        rows.append([run["name"], run["user"], str(run["chips"]), str(run["priority"]), text])
+        shown.append((run, f"waits for {duration(now - run['since'])}, {place} of {len(found['waiting'])}"))
+    rows += [[run["name"], run["user"], str(run["chips"]), str(run["priority"]), text] for run, text in shown]
     return "\n".join([*lines, "", table(rows) if len(rows) > 1 else "nobody runs, nobody waits"])

@@ -32,7 +32,7 @@ def build_model(
     on_host = LEVELS.get(config.offload, ()) if offloads else ()
     points = LEVELS[config.remat_keep] if config.remat else None
     options = dict(
-        execution=LayerExecution(points, on_host, config.scan_layers, config.loss_parts),
+        execution=LayerExecution(points, on_host, config.scan_layers, config.loss_parts, config.remat_all_but),
         attention=choose_attention(config, mesh),
     )
     options |= dict(mesh=mesh, pieces=pieces_of(mesh, config.context_attention), packed=config.dataset == "chat")

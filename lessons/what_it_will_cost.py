@@ -8,6 +8,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -62,7 +63,7 @@ def ask(*options):
     done = subprocess.run(command, cwd=WORK, env=environment, capture_output=True, text=True)
     if done.returncode > 1 or "error: " in done.stderr:  # 1 alone: it does not fit
         raise RuntimeError(done.stderr)
-    return done.stdout
+    return re.sub(r"^  took .*\n", "", done.stdout, flags=re.M)  # how long that was depends on this machine
 
 
 # %% [markdown]
@@ -82,18 +83,19 @@ print(ask(*V5E))
 # - **costliest modules**: where to look first.
 #
 # ## Does a larger batch fit, and does it pay?
-# The same by machine: `--json`. Four batches, the last one out of proportion:
+# The same by machine: `--json`. Four batches, the last one out of proportion: there `--plan` asks for memory alone,
+# which takes seconds where a compile takes half a minute:
 
 # %%
 BATCHES = (16, 64, 256, 4096)
 rows = []
 for batch in BATCHES:
-    answer = ask(*V5E[:2], f"ids=int32[{batch},128]", *V5E[3:], "--json")
+    answer = ask(*V5E[:2], f"ids=int32[{batch},128]", *V5E[3:], "--json", *["--plan"] * (batch == 4096))
     if answer:
         (report,) = json.loads(answer)
         rows.append((batch, report["peak_bytes"] / 2**30, report["limit_bytes"] / 2**30, report["fits"]))
-        rows[-1] += (report["predicted_ms"], report["predicted_mfu"])
-        time = f"{rows[-1][4]:.2f} ms" if rows[-1][4] else "no time, because it has no place"
+        rows[-1] += (report["predicted_ms"], report["predicted_mfu"]) if report["fits"] else (None, None)
+        time = f"{rows[-1][4]:.2f} ms" if report["fits"] else "no time, because it has no place"
         print(f"  {rows[-1][1]:7.2f} of {rows[-1][2]:.2f} GiB, fits: {report['fits']}, {time}")
 
 if rows:

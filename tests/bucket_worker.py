@@ -9,7 +9,7 @@ from tpu_utils.remote import storage
 
 storage.REQUEST_SECONDS = 40.0
 storage.LOG_SECONDS = 0.5
-retrying = storage.retrying
-storage.retrying = lambda seconds: retrying(seconds).with_delay(initial=0.05, maximum=0.5)
+limits = storage.limits
+storage.limits = lambda s: (found := limits(s)) | {"retry": found["retry"].with_delay(initial=0.05, maximum=0.5)}
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from processes import QUICKLY_COMPILED, ROOT, run
@@ -18,7 +19,8 @@ torch.set_num_threads(1)  # as the scripts that tests start
 
 # the longest first: of two workers none is left alone with one of them at the end
 LONGEST = "cluster lessons torch_compile_backend docs aot_tpu any_slice transformer_tpu distributed simple_mnist"
-LONGEST += " speedrun gpu_benchmark calibrate aot_modules torture page onnx storage gpt_parity nonfinite"
+LONGEST += " keep_running context families experts speedrun gpu_benchmark compiler_flags samples calibrate aot_modules"
+LONGEST += " torture page onnx storage gpt_parity nonfinite"
 
 
 def pytest_collection_modifyitems(items):
@@ -48,6 +50,17 @@ def forked(monkeypatch):
         return done.returncode
 
     monkeypatch.setattr(search, "run_script", run_script)
+
+
+@pytest.fixture
+def xla_is_forked(monkeypatch):
+    """XLA is asked of its flags without the seconds of a start."""
+    from tpu_utils.options import known_flags  # only here
+
+    def fork(command, env, **_):
+        return run(*command[1:], **{name: env[name] for name in ("PJRT_DEVICE", "CPU_NUM_DEVICES", "XLA_FLAGS")})
+
+    monkeypatch.setattr(known_flags, "subprocess", SimpleNamespace(run=fork))
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Run by test_gpt_parity.py: the ways to compute attention on XLA's CPU devices, on a mesh or without.
+"""Run by test_operations.py: the ways to compute attention on XLA's CPU devices, on a mesh or without.
 
     PJRT_DEVICE=CPU CPU_NUM_DEVICES=1|4|8 python flash_in_graph.py
 

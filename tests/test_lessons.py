@@ -8,32 +8,35 @@ import types
 from pathlib import Path
 
 import pytest
-from processes import COMPILED, ROOT, environment_with, run
+from processes import QUICKLY_COMPILED, ROOT, Script, run, waits
 
 from lessons import notebooks
 
 PLAIN = ROOT / "lessons" / "plain_mnist_tpu.py"
-AS_PLAIN = ["--optimizer=sgd", "--max_shift=0", "--num_epochs=10", "--learning_rate=0.05", "--scheduler=constant"]
+AS_PLAIN = ["--optimizer=sgd", "--max_shift=0", "--num_epochs=5", "--learning_rate=0.05", "--scheduler=constant"]
 AS_PLAIN += ["--warmup_steps=0", "--weight_decay=0", "--log_every=1", "--no_tensorboard", "--device=cpu"]
+AS_PLAIN += ["--channels=4", "--hidden_dim=16"]
 
 
 def test_the_plain_loop_has_the_losses_of_the_simple_script(tmp_path):
-    """Bit for bit, in training and evaluation, though it is killed after an epoch and started again."""
-    environment = environment_with({"PJRT_DEVICE": "CPU"})
-    environment.pop("PYTHONPATH", None)
-    options = dict(cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    with subprocess.Popen([sys.executable, PLAIN], **options) as killed:
-        lines = []
-        for line in killed.stdout:
-            lines.append(line)
-            if line.startswith("epoch 4"):  # its checkpoint may be there or not
-                killed.kill()
-                break
-    again = subprocess.run([sys.executable, PLAIN], **options)
-    assert again.returncode == 0, again.stdout
-    assert "graphs 2 on CPU" in again.stdout  # one for training, one for evaluation
+    """Bit for bit, in training and evaluation, though it is killed after an epoch and started again. With few
+    channels and epochs, which takes seconds."""
+    variables = {"PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICKLY_COMPILED}
+    few = {" = 32, hidden_dim: int = 128": " = 4, hidden_dim: int = 16", " = 0, 10, 64,": " = 0, 5, 64,"}
+    text = PLAIN.read_text()
+    for old, new in few.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    (tmp_path / "plain.py").write_text(text)
+    killed = Script(tmp_path / "plain.py", folder=tmp_path, **variables)
+    waits(lambda: "epoch 2" in killed.text("out"), alive=killed)  # its checkpoint may be there or not
+    killed.kill()
+    killed.wait()
+    again = Script(tmp_path / "plain.py", folder=tmp_path, **variables)
+    assert again.wait() == 0, again.text("err")
+    assert "graphs 2 on CPU" in again.text("out")  # one for training, one for evaluation
     losses, evaluations = {}, {}
-    for line in [*lines, *again.stdout.splitlines()]:
+    for line in [*killed.text("out").splitlines(), *again.text("out").splitlines()]:
         words = line.split()
         if words[:1] == ["step"]:
             losses[int(words[1])] = [float(word) for word in words[2:]]
@@ -43,7 +46,7 @@ def test_the_plain_loop_has_the_losses_of_the_simple_script(tmp_path):
     assert ours.returncode == 0, ours.stderr
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     expected = {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
-    assert len(losses) == 11 and len(expected) == 220
+    assert len(losses) == 5 and len(expected) == 110
     for last, found in losses.items():  # after a restart the first line has zeros for steps before it
         steps = range(last - len(found) + 1, last + 1)
         assert all(loss == expected[step] or loss == 0.0 for step, loss in zip(steps, found, strict=True))
@@ -119,16 +122,19 @@ FIRST_HOUR = notebooks.FOLDER / "first_hour_on_colab_and_kaggle.py"
 )
 def test_the_first_hour_in_pretended_surroundings(place, variables, tmp_path, monkeypatch):
     """Its folders are in tmp_path, git and pip are pretended; the doctor, trainings, kill and resumption are real."""
-    for name, value in {**variables, "XLA_FLAGS": COMPILED}.items():  # convolutions: not as this process has it
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.setitem(sys.modules, "google.colab", types.ModuleType("google.colab"))
     mounted = []
     drive = types.SimpleNamespace(mount=lambda folder: (mounted.append(folder), Path(folder).mkdir(parents=True)))
     monkeypatch.setattr(sys.modules["google.colab"], "drive", drive, raising=False)
-    commands, real = [], subprocess.run
+    commands, real, start = [], subprocess.run, subprocess.Popen
 
     def pretended(command, **options):
+        """Nothing is fetched or installed; the checkout is one of links. The doctor is forked, as trainings are."""
+        if command[1:2] == ["setup_tpu.py"]:
+            return run(*command[1:], folder=options["cwd"])
         if command[0] != "git" and command[1:2] != ["-m"]:
             return real(command, **options)
         commands.append(" ".join(command))
@@ -138,13 +144,14 @@ def test_the_first_hour_in_pretended_surroundings(place, variables, tmp_path, mo
             for path in ROOT.iterdir():
                 if not path.name.startswith("."):
                     (clone / path.name).symlink_to(path)
-        elif "venv" in command:
-            (Path(command[-1]) / "bin").mkdir(parents=True)
-            python = Path(command[-1]) / "bin" / "python"
-            python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-            python.chmod(0o755)
+
+    def forked(command, **options):
+        if "--run_dir" not in command:
+            return start(command, **options)
+        return Script(*command[1:], folder=options["cwd"], output=Path(options["stdout"].name))
 
     monkeypatch.setattr(subprocess, "run", pretended)
+    monkeypatch.setattr(subprocess, "Popen", forked)
     if place == "Kaggle":  # the output of an earlier notebook
         earlier = tmp_path / "kaggle" / "input" / "notebook" / "runs" / "earlier"
         earlier.mkdir(parents=True)

@@ -1,12 +1,13 @@
 """Runs transformer_tpu.py's train() for several option lists in one process: one start of the runtime, many runs.
 
 python transformer_worker.py FOLDER '[["name", "--option", "value", ...], ...]'   # a run directory FOLDER/name each
-A name FROM/TO first makes TO a copy of the run FROM as it was after step 10.
+A name FROM/TO first makes TO a copy of the run FROM as it was before its last checkpoint.
 """
 
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import transformer_tpu
 from language.options.transformer_options import TransformerConfig
@@ -16,7 +17,8 @@ from tpu_utils.options.parsing import parse_command_line
 for name, *options in json.loads(sys.argv[2]):
     if "/" in name:
         old, name = name.split("/")
-        ignored = shutil.ignore_patterns("step_00000020", "summary.json")
+        *_, last = sorted(path.name for path in Path(sys.argv[1], old, "checkpoints").iterdir())
+        ignored = shutil.ignore_patterns(last, "summary.json")
         shutil.copytree(f"{sys.argv[1]}/{old}", f"{sys.argv[1]}/{name}", ignore=ignored)
     arguments = [*options, "--run_dir", f"{sys.argv[1]}/{name}", "--no_tensorboard"]
     code = run_script(

@@ -58,6 +58,9 @@ class EvaluateConfig:
     JSON lines or .parquet, or a folder with test.jsonl, validation.jsonl, train.jsonl, as the task names its splits."""
     num_fewshot: int | None = None
     """Answered examples before each question. None: as many as the task says. core has its own numbers."""
+    chat: bool = False
+    """Ask as conversations, each example a question and an answer, in the format of the run's chats, or else the one
+    whose special tokens the tokenizer has."""
     limit: int = 0
     """Score only the first N questions of each task, and of each task of a group; 0 scores all."""
     text: str = ""
@@ -90,6 +93,10 @@ class EvaluateConfig:
             raise InputError("checkpoint is best, but only a run has checkpoints; leave it out")
         if not self.tasks and not self.text:
             raise InputError("nothing is asked; give --tasks NAME=PATH or --text FILE")
+        if self.chat and (not self.tasks or "core" in parse_tasks(self.tasks)):
+            raise InputError(
+                "found --chat without a task of lm_eval, or with core, whose questions are no conversations"
+            )
         for name, least in (("num_fewshot", 0), ("limit", 0), ("sequence_length", 0), ("tokens_per_step", 1)):
             if (getattr(self, name) or 0) < least:
                 raise InputError(f"{name} is {getattr(self, name)}; expected {least} or more")
@@ -201,15 +208,16 @@ def main(config: EvaluateConfig) -> int:
     if longest < T:
         raise InputError(f"sequence_length is {T}, but the model reads {longest} tokens; choose {longest} or less")
     named = parse_tasks(config.tasks)
-    harness = read_tasks(named, source.tokenizer, T, config.num_fewshot, config.limit) if named else None
+    chat = source.chat_format if config.chat else ""
+    harness = read_tasks(named, source.tokenizer, T, config.num_fewshot, config.limit, chat=chat) if named else None
     rows, num_bytes = rows_of_text(Path(config.text), source, T) if config.text else ([], 0)
     device, mesh = start_device(TrainConfig(device=config.device), lambda: start_mesh(config.devices, source))
     model = load(source, device, config.int8, mesh)
     before = graphs_compiled()
-    record: dict[str, Any] = dict(model=config.run_dir or config.hf or config.llmc)
+    record: dict[str, Any] = dict(model=config.run_dir or config.hf or config.llmc, chat=config.chat)
     if harness:
         found = score(model, harness.rows, T, config.tokens_per_step, device, "tasks")
-        texts = write_texts(model, source.tokenizer, harness.prompts, T, config.tokens_per_step, device)
+        texts = write_texts(model, source.tokenizer, harness.prompts, T, config.tokens_per_step, device, harness.stops)
         results = harness.results(found, texts, with_samples=True)
         print(results.pop("table"))
         record |= results

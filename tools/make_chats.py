@@ -20,6 +20,7 @@ import tyro
 from language.data.text import read_documents, split_documents
 from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.base.new_folder import write_together
+from tpu_utils.options.tool_arguments import parse_options
 
 SHORTEST, LONGEST = 8, 80  # characters of a line
 ASKED = "What comes after: {line}"
@@ -66,7 +67,7 @@ def is_asked(line: str) -> bool:
 
 
 def main() -> int:
-    config = tyro.cli(ChatsConfig, prog="python -m tools.make_chats", description=__doc__, use_underscores=True)
+    config = parse_options(ChatsConfig, __doc__)
     if config.most < 1:
         raise InputError(f"most is {config.most}; expected 1 or more")
     found = chats_of_parts(config.text, read_documents(config.text), config.most, config.seed)

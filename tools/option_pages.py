@@ -10,7 +10,7 @@ import io
 import sys
 from dataclasses import Field, fields
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Literal, get_args, get_origin
 
 from tpu_utils.base.errors import run_script
 from tpu_utils.base.writing import write_atomically
@@ -40,11 +40,6 @@ def values_of(kind: type, name: str) -> str:
     return ", ".join(found)
 
 
-def first_preset(kind: type) -> dict[str, Any]:
-    """What the preset that is taken by default changes."""
-    return next(iter(kind.presets.values()))
-
-
 def row_of(kind: type, field: Field) -> tuple[str, ...]:
     """A row of the table, in the order of COLUMNS."""
     group = (declaring(kind)[field.name].__doc__ or "").strip().splitlines()[0]
@@ -55,7 +50,8 @@ def row_of(kind: type, field: Field) -> tuple[str, ...]:
         told = [str(value) for value in mark.values if value in choices or not choices]
         if told or not mark.values:
             meaning += f" No effect with --{mark.other} {' or '.join(told) or 'given'}."
-    default = first_preset(kind).get(field.name, field.default)
+    first, *_ = kind.presets.values()  # which is taken by default
+    default = first.get(field.name, field.default)
     if isinstance(default, tuple):
         default = " ".join(map(str, default))
     free = "yes" if FREE in marks(kind, field.name) else "no"

@@ -38,6 +38,7 @@ from language.data.tokenizer import Tokenizer, check_lost, check_texts, load_tok
 from language.data.tokenizer_files import keep_with_shards
 from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.base.files import lines_of, open_regular, parse_json
+from tpu_utils.options.tool_arguments import parse_options
 
 LONGEST_LINE = 1 << 20  # bytes of a HellaSwag question; they have about a thousand
 
@@ -156,7 +157,7 @@ def write_preparation(config: PrepareConfig, documents: list[bytes], tokenizer: 
 
 
 def main() -> int:
-    config = tyro.cli(PrepareConfig, prog="python -m tools.prepare_data", description=__doc__, use_underscores=True)
+    config = parse_options(PrepareConfig, __doc__)
     if not 0 <= config.validation_fraction < 1 or not 2 <= config.shard_tokens < 2**31:
         raise InputError("expected 0 <= validation_fraction < 1, and a shard of at least 2, at most 2147483647 tokens")
     tokenizer = load_tokenizer(config.tokenizer)

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import tyro
-
 from language.data.chat import read_chats
 from language.data.text import read_documents, split_documents
 from language.data.tokenizer import LARGEST_VOCAB_SIZE
@@ -35,6 +33,7 @@ from tools.tokenizer_training import SMALLEST, train_tokenizer
 from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.base.files import read_json
 from tpu_utils.base.writing import write_atomically
+from tpu_utils.options.tool_arguments import parse_options
 
 CHAT_BYTES = 400_000  # size of what tools.make_chats makes, at most
 
@@ -149,7 +148,7 @@ def print_plan(plan: Plan) -> None:
 
 
 def main() -> int:
-    config = tyro.cli(SpeedrunConfig, prog="python -m tools.speedrun", description=__doc__, use_underscores=True)
+    config = parse_options(SpeedrunConfig, __doc__)
     check(config)
     text, folder = config.text.resolve(), config.run_dir.resolve()
     chats = config.chats and config.chats.resolve()

@@ -24,6 +24,7 @@ from language.data.text import read_documents, split_documents
 from language.data.tokenizer import LARGEST_VOCAB_SIZE, load_tokenizer
 from tools.tokenizer_training import SMALLEST, SPECIAL, train_tokenizer, write_tokenizer
 from tpu_utils.base.errors import InputError, run_script
+from tpu_utils.options.tool_arguments import parse_options
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,7 @@ class TokenizerConfig:
 
 
 def main() -> int:
-    config = tyro.cli(
-        TokenizerConfig, prog="python -m tools.train_tokenizer", description=__doc__, use_underscores=True
-    )
+    config = parse_options(TokenizerConfig, __doc__)
     if not SMALLEST <= config.vocab_size <= LARGEST_VOCAB_SIZE:
         raise InputError(f"vocab_size is {config.vocab_size}; expected {SMALLEST} to {LARGEST_VOCAB_SIZE}")
     if not 0 <= config.validation_fraction < 1:

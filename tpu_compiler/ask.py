@@ -54,7 +54,8 @@ def compile_for(
         # no option says it: the model has it, and the configuration that the step is given
         settings["num_experts"] = max((getattr(value, "num_experts", 0) for value in everything), default=0)
     # of the configuration that the step is given; a tensor's shape has no such name
-    settings["layers"] = max((getattr(getattr(v, "shape", None), "num_layers", 0) for v in everything), default=0)
+    shapes = [v.shape for v in everything if hasattr(getattr(v, "shape", None), "num_layers")]
+    settings["layers"] = max((shape.num_layers for shape in shapes), default=0)
     model = torch.nn.ModuleList(a for a in everything if isinstance(a, torch.nn.Module))
     optimizers = [a for a in everything if isinstance(a, torch.optim.Optimizer)]
     for optimizer in optimizers:
@@ -63,6 +64,10 @@ def compile_for(
     sizes = dict(examples=examples, unit=unit, model_flops=model_flops)
     result, text = ask_compiler(traced, topology, **sizes, settings=settings, cache=cache_of_environment())
     result = with_tokens(result, **reads) if reads else result
+    if shapes:  # a model's size does not say whether its tokens are those of the data, which may be bytes
+        shape = shapes[0]
+        said = f"layers {shape.num_layers}, width {shape.embedding_dim}, vocabulary {shape.vocab_size}"
+        result = dataclasses.replace(result, notes=[*result.notes, said])
     if not alone:
         return hand_over(traced, result, text)
     if calibration:

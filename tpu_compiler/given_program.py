@@ -51,7 +51,8 @@ def read_program(path: Path) -> Traced:
     with open_regular(path, EXPECTED) as file:
         content = file.read()
     start = time.monotonic()
-    text = "" if is_binary(content) else content.decode(errors="replace")
+    is_binary = b"\0" in content[:4096] or content.startswith(b"ML\xef")
+    text = "" if is_binary else content.decode(errors="replace")
     try:
         if re.match(r"(\s*//[^\n]*\n)*\s*HloModule\b", text):
             if re.search(OPTIMIZED, text, re.MULTILINE):
@@ -86,10 +87,6 @@ def read_program(path: Path) -> Traced:
         shardy="xla.sdy.meshes" in header,
         free_outputs=free_outputs,
     )
-
-
-def is_binary(content: bytes) -> bool:
-    return b"\0" in content[:4096] or content.startswith(b"ML\xef")
 
 
 def partitions_of(header: str, text: str) -> int:

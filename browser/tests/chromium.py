@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from browser.serve import make_server
+
 WEB = Path(__file__).resolve().parent.parent / "page"
 PACKAGES = ("onnxruntime-web", "@huggingface/tokenizers", "@huggingface/jinja")
 
@@ -41,16 +43,14 @@ def chromium() -> Iterator:
 @contextlib.contextmanager
 def isolated_server(models: Path) -> Iterator[str]:
     """The address of browser/serve.py, in this process."""
-    spec = importlib.util.spec_from_file_location("serve", WEB.parent / "serve.py")
-    serve = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(serve)
-    server = serve.make_server(models, 0)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with make_server(models, 0) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 @contextlib.contextmanager

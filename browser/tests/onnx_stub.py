@@ -10,10 +10,12 @@ import pytest
 onnx = pytest.importorskip("onnx", reason="pip install -r requirements-dev.txt brings onnx")
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 
+from browser.onnx_files import OPSET  # noqa: E402
+
 SHAPE = dict(num_layers=2, num_cached_heads=2, head_dim=4)
 
 
-def write_language_model(folder: Path, kind: str = "good", context: int = 256, chunk: int = 8, opset: int = 18) -> Path:
+def write_language_model(folder: Path, kind: str = "good", context: int = 256, chunk: int = 8) -> Path:
     """A model of bytes whose logits hang on the last token and its place alone. kind: good; nan; infinite and
     minus_infinite (one of the logits, from the third token on); slow (a tenth of a second a token); endless (a loop
     without end); endless_later (one that the first token does not run)."""
@@ -21,9 +23,9 @@ def write_language_model(folder: Path, kind: str = "good", context: int = 256, c
     table = np.random.default_rng(0).normal(size=(257, 257)).astype(np.float32)
     (folder / "weights.bin").write_bytes(table.tobytes())
     for name, tokens in (("prefill.onnx", chunk), ("decode.onnx", 1)):
-        onnx.save(graph(kind, tokens, context, opset), folder / name)
+        onnx.save(graph(kind, tokens, context, OPSET), folder / name)
     model = dict(format="tpu-examples-onnx-1", kind="language_model", family="gpt2", weights="float32", context=context)
-    model |= dict(chunk=chunk, vocab_size=257, **SHAPE, start=256, stops=[256], tokenizer="bytes", opset=opset)
+    model |= dict(chunk=chunk, vocab_size=257, **SHAPE, start=256, stops=[256], tokenizer="bytes", opset=OPSET)
     write_model_json(folder, model | dict(versions={}, source="a stub"))
     return folder
 

@@ -3,7 +3,6 @@
 # ruff: noqa: E402
 
 import dataclasses
-import hashlib
 import json
 import shutil
 import zlib
@@ -18,6 +17,8 @@ from test_tokenizer import trained
 
 for package in ("onnx", "onnxruntime", "onnxscript"):
     pytest.importorskip(package, reason="pip install -r requirements-dev.txt brings onnx, onnxruntime and onnxscript")
+
+from onnx_stub import write_model_json
 
 from browser import export as exporting
 from browser import onnx_files, onnx_generate
@@ -116,8 +117,7 @@ def test_no_damage_of_a_folder_is_a_crash(exported, tmp_path):
         shutil.copytree(exported, folder)
         (folder / name).write_bytes(content)
         if agree:  # whoever made the folder says so
-            entry = dict(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
-            (folder / MODEL_JSON).write_text(json.dumps(told | {"files": told["files"] | {name: entry}}))
+            write_model_json(folder, told)
         try:
             greedy(OnnxModel(folder), [1, 2], 2)
         except InputError as error:
@@ -154,24 +154,20 @@ def test_a_foreign_graph_is_refused(exported, tmp_path):
         shutil.copytree(exported, folder)
         model = onnx.load(folder / "decode.onnx", load_external_data=False)
         change(model)
-        content = model.SerializeToString()
-        (folder / "decode.onnx").write_bytes(content)
-        told = json.loads((folder / MODEL_JSON).read_text())
-        told["files"]["decode.onnx"] = dict(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
-        (folder / MODEL_JSON).write_text(json.dumps(told))
+        (folder / "decode.onnx").write_bytes(model.SerializeToString())
+        write_model_json(folder, json.loads((folder / MODEL_JSON).read_text()))
         return folder
 
-    def outside(model):
-        tensor = next(t for t in model.graph.initializer if t.external_data)
-        next(e for e in tensor.external_data if e.key == "location").value = "../../etc/passwd"
+    def weights(key, value):
+        def change(model):
+            tensor = next(t for t in model.graph.initializer if t.external_data)
+            next(e for e in tensor.external_data if e.key == key).value = value
 
-    def behind(model):
-        tensor = next(t for t in model.graph.initializer if t.external_data)
-        next(e for e in tensor.external_data if e.key == "offset").value = str(10**12)
+        return change
 
     for change, said in (
-        (outside, "expected weights.bin"),
-        (behind, "ends behind"),
+        (weights("location", "../../etc/passwd"), "expected weights.bin"),
+        (weights("offset", str(10**12)), "ends behind"),
         (lambda m: m.graph.node.append(helper.make_node("Loop", [], [])), ":Loop; expected operators"),
         (lambda m: setattr(m.graph.node[0], "domain", "evil"), "evil:"),
         (lambda m: setattr(m.opset_import[0], "version", 99), "99"),
@@ -193,15 +189,6 @@ def test_a_foreign_graph_is_refused(exported, tmp_path):
     model = onnx_generate.OnnxModel(changed(fails_later))
     with pytest.raises(InputError, match=r"^the graph cannot be run: [^\n]*; export it again$"):
         greedy(model, [5] * 9, 4)
-
-
-def test_only_what_an_export_wrote_is_replaced(tmp_path):
-    told = {"format": onnx_files.FORMAT, "files": {"weights.bin": {}}}
-    (tmp_path / MODEL_JSON).write_text(json.dumps(told))
-    (tmp_path / "weights.bin").write_bytes(b"")
-    assert exporting.is_export(tmp_path)
-    (tmp_path / "mine.txt").write_text("mine")
-    assert not exporting.is_export(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["model.new", ".replaced_model"])
@@ -230,8 +217,11 @@ def test_a_name_of_a_file_is_one_in_the_folder(tmp_path, name):
 
 
 def test_mistakes_before_anything_is_loaded(source, tmp_path, capsys):
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "mine.txt").write_text("mine")
+    (tmp_path / "full").mkdir()  # an export, and a file beside it
+    told = {"format": onnx_files.FORMAT, "files": {"weights.bin": {}}}
+    (tmp_path / "full" / MODEL_JSON).write_text(json.dumps(told))
+    for name in ("weights.bin", "mine.txt"):
+        (tmp_path / "full" / name).write_bytes(b"mine")
     for arguments, said in (
         (["nowhere", "out"], "nowhere: No such file or directory; expected a folder"),
         ([str(source), str(tmp_path / "full")], "is there already and is no export"),

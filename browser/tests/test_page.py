@@ -1,7 +1,6 @@
 """The page in headless Chromium: tokens and digits as on the host, refusals, focus, no request elsewhere."""
 
 import dataclasses
-import http.client
 import json
 import re
 import shutil
@@ -20,7 +19,8 @@ from test_tokenizer import trained
 
 from browser import onnx_generate
 from browser.export import chat_of
-from browser.onnx_files import OPSET, check_chat
+from browser.onnx_files import check_chat
+from browser.onnx_generate import Mulberry32, choose
 from images.mnist import load_digits
 from images.mnist_files import load_mnist
 from language.data.chat import FORMATS, prompt_of_chat
@@ -55,10 +55,8 @@ def browser():
 def models(tmp_path_factory):
     """The folder that the isolated server has for models."""
     folder = tmp_path_factory.mktemp("models")
-    for kind in ("good", "slow", "endless", "endless_later"):
+    for kind in ("good", "slow", "endless", "endless_later", "nan", "infinite", "minus_infinite"):
         write_language_model(folder / kind, kind)
-    for kind in ("nan", "infinite", "minus_infinite"):
-        write_language_model(folder / kind, kind, opset=OPSET)  # onnx_generate has these too
     for kind in ("good", "slow"):
         talks = shutil.copytree(folder / kind, folder / f"{kind}_chat")
         model = json.loads((talks / "model.json").read_text()) | dict(chat=chat_of("plain", Bytes()))
@@ -87,60 +85,15 @@ def page(browser, address):
 
 
 # ---------------------------------------------------------------------------------------- the same numbers as the host
-class Random:
-    """mulberry32, in whole numbers of 32 bits."""
-
-    def __init__(self, seed: int):
-        self.state = seed % 2**32
-
-    def next(self) -> float:
-        self.state = (self.state + 0x6D2B79F5) % 2**32
-        t = (self.state ^ (self.state >> 15)) * (self.state | 1) % 2**32
-        t = ((t + (t ^ (t >> 7)) * (t | 61)) % 2**32) ^ t
-        return (t ^ (t >> 14)) / 2**32
-
-
-def choose(logits: np.ndarray, options: dict, uniform: float) -> int:
-    if options["temperature"] == 0:
-        return int(logits.argmax())
-    order = np.lexsort((np.arange(len(logits)), -logits))
-    order = order[: options["topK"]] if options["topK"] else order
-    weights = np.exp((logits[order].astype(np.float64) - np.float64(logits[order[0]])) / options["temperature"])
-    running = np.cumsum(weights)
-    if options["topP"] < 1:
-        running = running[: int(np.argmax(running >= options["topP"] * running[-1])) + 1]
-    return int(order[np.argmax(running > uniform * running[-1])])
-
-
 def on_host(folder, prompt: list[int], options: dict) -> list[int]:
-    """The tokens by onnxruntime in Python, written from the format alone."""
-    model = json.loads((folder / "model.json").read_text())
-    sessions = {name: onnxruntime.InferenceSession(folder / f"{name}.onnx") for name in ("prefill", "decode")}
-    shape = 2, model["num_layers"], 1, model["context"], model["num_cached_heads"], model["head_dim"]
-    cache = np.zeros(shape, np.float32)
-
-    def step(name: str, tokens: list[int], position: int) -> np.ndarray:
-        padded = np.zeros((1, model["chunk"] if name == "prefill" else 1), np.int32)
-        padded[0, : len(tokens)] = tokens
-        numbers = dict(position=np.array([position], np.int32), length=np.array([len(tokens)], np.int32))
-        given = dict(tokens=padded, keys=cache[0], values=cache[1], **numbers)
-        logits, *fresh = sessions[name].run(["logits", "new_keys", "new_values"], given)
-        for kept, new in zip(cache, fresh, strict=True):
-            kept[:, :, position : position + len(tokens)] = new[:, :, : len(tokens)]
-        return logits[0]
-
-    prompt = ([] if model["start"] is None else [model["start"]]) + prompt
-    for at in range(0, len(prompt), model["chunk"]):
-        logits = step("prefill", prompt[at : at + model["chunk"]], at)
-    random, found = Random(options["seed"]), []
-    while True:
-        token = choose(logits, options, random.next())
-        if token in model["stops"]:
-            return found
-        found.append(token)
-        if len(found) == options["numTokens"]:
-            return found
-        logits = step("decode", [token], len(prompt) + len(found) - 1)
+    """The tokens by onnxruntime in Python, without the one that ends them."""
+    model = onnx_generate.OnnxModel(folder)
+    names = dict(num_tokens="numTokens", temperature="temperature", top_k="topK", top_p="topP", seed="seed")
+    config = SamplingOptions(**{name: options[theirs] for name, theirs in names.items()})
+    stops, begin = set(model.facts["stops"]), model.facts["start"]
+    prompt = [*([] if begin is None else [begin]), *prompt]
+    found = onnx_generate.generate(model, prompt, config, lambda tokens: tokens[-1] in stops)
+    return found[:-1] if found[-1] in stops else found
 
 
 def in_page(page, name: str, prompt: str, options: list[dict], threads: int = 0) -> list[dict]:
@@ -171,7 +124,8 @@ def test_sampling_is_that_of_the_host(page, address):
         options = dict(temperature=float(random.choice([0, 0.5, 1, 3])), topK=int(random.choice([0, 1, 4])))
         options["topP"] = float(random.choice([1, 0.9, 0.1]))
         cases.append([[None if np.isinf(x) else float(x) for x in logits], options, number])
-        expected.append(choose(logits, options, Random(number).next()))
+        uniform = Mulberry32(number).next()
+        expected.append(choose(logits, uniform, options["temperature"], options["topK"], options["topP"]))
     found = page.evaluate(
         """async (cases) => {
           const { choose, Random } = await import("/sampling.js");
@@ -181,17 +135,17 @@ def test_sampling_is_that_of_the_host(page, address):
         cases,
     )
     assert found == expected
+    seeds = [0, 1, 2**32 - 1]
     draws = page.evaluate(
-        """async () => {
+        """async (seeds) => {
           const { Random } = await import("/sampling.js");
-          return [0, 1, 2 ** 32 - 1].map((seed) => {
-            const random = new Random(seed);
-            return Array.from({ length: 50 }, () => random.next());
-          });
-        }"""
+          const draw = (seed, random = new Random(seed)) => Array.from({ length: 50 }, () => random.next());
+          return seeds.map((seed) => draw(seed));
+        }""",
+        seeds,
     )
-    for seed, numbers in zip((0, 1, 2**32 - 1), draws, strict=True):
-        random = Random(seed)
+    for seed, numbers in zip(seeds, draws, strict=True):
+        random = Mulberry32(seed)
         assert numbers == [random.next() for _ in range(50)] and min(numbers) >= 0 and max(numbers) < 1
 
 
@@ -946,35 +900,6 @@ def test_a_hundred_damaged_folders(page, address, models, tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------------- the servers
-def ask(address: str, path: str, host: str = "") -> http.client.HTTPResponse:
-    connection = http.client.HTTPConnection(address.removeprefix("http://").rstrip("/"), timeout=20)
-    connection.putrequest("GET", path, skip_host=bool(host))
-    if host:
-        connection.putheader("Host", host)
-    connection.endheaders()
-    answer = connection.getresponse()
-    answer.content = answer.read()
-    connection.close()
-    return answer
-
-
-def test_the_server_gives_these_files_to_this_machine_alone(address, models):
-    answer = ask(address, "/")
-    assert answer.status == 200 and answer.headers["Cross-Origin-Embedder-Policy"] == "require-corp"
-    assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
-    (models.parent / "secret").write_text("x")
-    for path in ("/models/", "/models/good/", "/models/good/..", "/models/../secret", "/models/%2e%2e/secret"):
-        assert ask(address, path).status == 404, path
-    for path in ("/../README.md", "/%2e%2e/README.md", "/node_modules/", "//etc/passwd"):
-        assert ask(address, path).status == 404, path
-    assert ask(address, "/models/good/model.json").content == (models / "good" / "model.json").read_bytes()
-    assert ask(address, "/", host="evil.example:80").status == 403
-    done = run("browser.serve", "--port", "99999", cold=True)
-    assert done.returncode == 2 and "port 99999 cannot be used" in done.stderr and "Traceback" not in done.stderr
-    done = run("browser.serve", "--models", "exportd", cold=True)
-    assert done.returncode == 2 and "--models exportd: no such folder" in done.stderr
-
-
 def test_it_runs_from_pythons_own_server_with_one_thread(browser, models):
     with plain_server() as plain:
         opened = browser.new_page()

@@ -6,7 +6,7 @@ Shape suffixes: B batch, T time, D embedding width; L layers.
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from language.models.operations import contract
 from language.options.shapes import START, ModelShape
 from language.xla.loops import BATCH
-from language.xla.saved_activations import SAVE_NOTHING, LayerExecution
+from language.xla.saved_activations import LEVELS, SAVE_NOTHING, LayerExecution
 from language.xla.shards import balanced, gathered, size_of
 from tpu_utils.device import DEVICE_TYPE, IS_XLA, mark_sharding_with_gradients
 
@@ -271,6 +271,11 @@ def apply_layers(layer: Callable, execution: LayerExecution, x_BTD, layers: list
         x, routing = layer(x, dict(zip(layers[0], map(gathered, values), strict=True)), kept=kept, **own)
         return (x,) if routing is None else (x, routing)
 
+    if last := execution.all_but:  # what the last layers keep is free again before the others run again
+        first, whole = replace(execution, all_but=0), replace(execution, all_but=0, points=LEVELS["products"])
+        x_BTD, routing = apply_layers(layer, first, x_BTD, layers[:-last], options[:-last])
+        x_BTD, routing_after = apply_layers(layer, whole, x_BTD, layers[-last:], options[-last:])
+        return x_BTD, routing if routing is None else torch.cat([routing, routing_after])
     if execution.scan:
         from language.xla.scanned_layers import ScannedLayers  # only for a run that asks for it
 

@@ -76,7 +76,7 @@ class TransformerConfig(HostOptions, TrainConfig):
     task_questions: Annotated[int, Range("[0, inf)"), FREE, NoEffect("tasks", ())] = 0
     """Score only the first N questions of each task; 0 scores all."""
     model_size: Annotated[Literal[(*GPT_SIZES, *LLAMA_SIZES)], NoEffect("model_config")] = "tiny"
-    """Layers, heads, width and context of a published model; each can be set by itself below."""
+    """Layers, heads, width and context of a published model; each can be set by itself. Vocabulary: vocab_size."""
     initial_weights: Annotated[str, FREE] = ""
     """Hugging Face folder, config.json and safetensors, whose weights training starts from. Models: families.py."""
     model_config: Annotated[str, Seldom()] = ""
@@ -132,6 +132,8 @@ class TransformerConfig(HostOptions, TrainConfig):
     remat_keep: Annotated[Kept, FREE, WITH_REMAT] = "inputs"
     """What remat keeps of a layer instead of computing it again, each value with those before it: the input; the output
     of attention; q, k and v; the sum that the MLP reads; the first products of the MLP."""
+    remat_all_but: Annotated[int, FREE, Range("[0, inf)"), WITH_REMAT] = 0
+    """How many layers, the last ones, keep what remat_keep=products keeps: none of their products is computed again."""
     offload: Annotated[Literal["nothing", Kept], FREE, WITH_REMAT] = "nothing"
     """Last of the kept values that lies in host memory between the two passes. TPU only, else without effect."""
     scan_layers: Annotated[bool, FREE, Seldom("remat")] = False
@@ -277,34 +279,20 @@ def check_transformer(config: TransformerConfig) -> list[str]:
         shape = config.shape
     except InputError as error:
         return [str(error)]
-    problems = []
+    problems = check_shape(config, shape)
     if config.model_config:
         from language.options.model_config import check_model_config
 
         problems += check_model_config(config)
-    problems += [*check_adapters(config), *check_shape(config, shape)]
+    if config.lora_rank or config.initialise_new_tokens == "mean":
+        from language.options.adapters import check_adapters  # only for a run that trains some of the weights
+
+        problems += check_adapters(config)
     if type(shape) is not ModelShape:
         from language.options.llama_shape import check_llama
 
         problems += check_llama(config, shape)
     return [*problems, *check_data(config), *check_steps(config)]
-
-
-def check_adapters(config: TransformerConfig) -> list[str]:
-    """What stands against LoRA, and against new rows for the tokens of a chat format."""
-    problems = []
-    if config.lora_rank and not (config.initial_weights or config.compile_for):
-        problems.append(
-            f"lora_rank is {config.lora_rank}, but there are no weights to adapt; choose a folder by --initial_weights"
-        )
-    if config.lora_rank and config.optimizer == "muon":
-        problems.append("optimizer is muon, but adapters are no matrices of a layer; expected adamw, adam or sgd")
-    if config.initialise_new_tokens == "mean" and (config.lora_rank or not config.initial_weights):
-        why = "adapters leave these rows as they are" if config.lora_rank else "there are no initial_weights"
-        problems.append(f"initialise_new_tokens is mean, but {why}; expected a run that trains all weights of a folder")
-    if config.sample_every and config.lora_rank:
-        problems.append("sample_every is given, but a model with adapters is sampled by tools.generate; leave it out")
-    return problems
 
 
 def check_shape(config: TransformerConfig, shape: ModelShape) -> list[str]:
@@ -327,6 +315,10 @@ def check_shape(config: TransformerConfig, shape: ModelShape) -> list[str]:
         problems.append(
             f"loss_parts ({config.loss_parts}) must divide sequence_length ({shape.sequence_length}); try "
             f"{math.gcd(config.loss_parts, shape.sequence_length)}"
+        )
+    if config.remat_all_but >= shape.num_layers:
+        problems.append(
+            f"remat_all_but is {config.remat_all_but}, expected below {shape.num_layers}; all: remat_keep products"
         )
     if config.offload != "nothing" and config.scan_layers and shape.num_layers == 1:
         problems.append(

@@ -51,13 +51,17 @@ class Entry:
     items: list[Item]
 
 
-class Loader(yaml.BaseLoader):
-    """Makes texts, lists and mappings alone. An alias is refused: a few lines of them are a list without end."""
+class NoAliases:
+    """Part of a loader of YAML: a few aliases can stand for 2 ** 40 values."""
 
     def compose_node(self, parent, index):
         if self.check_event(yaml.AliasEvent):
             raise ValueError("it has an alias (*); expected what it stands for")
         return super().compose_node(parent, index)
+
+
+class Loader(NoAliases, yaml.BaseLoader):
+    """Makes texts, lists and mappings alone."""
 
 
 def read_entries(bundle: Path) -> list[Entry]:

@@ -33,7 +33,9 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._factory import TaskFactory
 from lm_eval.tasks._index import TaskIndex
 
+from language.data.chat import choose_format, parts_of, stop_tokens
 from language.data.tokenizer import Tokenizer, check_texts
+from language.tasks.core_tasks import NoAliases
 from language.tasks.questions import Row, Task, encode_pair, fit, windows
 from language.tasks.task_files import file_of, read_records
 from tpu_utils.base.errors import InputError
@@ -78,11 +80,40 @@ def naming(where: str) -> Iterator[None]:
         ) from error
 
 
+class Conversations:
+    """lm_eval's chat template: a question, and examples before it, as the conversation that a model was trained on.
+    lm_eval passes texts on; `parts` has the tokens that each stands for."""
+
+    def __init__(self, tokenizer: Tokenizer, format: str):
+        self.tokenizer, self.format = tokenizer, choose_format(format, tokenizer)
+        self.parts: dict[str, list[int | str]] = {}
+
+    def __call__(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        if not add_generation_prompt:
+            raise InputError("its answers begin with a text of the task, which no conversation has; leave out --chat")
+        parts = [part for part, _ in parts_of(messages, self.format, self.tokenizer, asks=True)]
+        text = "".join(part if isinstance(part, str) else self.tokenizer.decode([part]) for part in parts)
+        self.parts[text] = parts
+        return text
+
+    def encode(self, context: str, continuation: str = "") -> tuple[list[int], int]:
+        """As encode_pair()."""
+        parts = self.parts[context]
+        last = parts[-1] if isinstance(parts[-1], str) else ""
+        front = []
+        for part in parts[:-1] if last else parts:
+            front += self.tokenizer.encode(part) if isinstance(part, str) else [part]
+        whole = front + self.tokenizer.encode(last + continuation)
+        start = front + self.tokenizer.encode(last.rstrip())
+        return [*start, *whole[len(start) :]], len(whole) - len(start)
+
+
 class LocalTask(ConfigurableTask):
     """A task whose questions stand in `path`. shots: examples before each of them; None: as many as the task says."""
 
     path: Path
     shots: int | None
+    chat: Conversations | None
 
     def __init__(self, config: dict):
         config = {key: value for key, value in config.items() if key != "class"}  # this one: lm_eval made it by name
@@ -148,8 +179,10 @@ class LocalTask(ConfigurableTask):
             instance.resps, instance.filtered_resps = [], {}
 
     def requests_of(self, number: int, doc: dict) -> list[Instance]:
-        context = self.fewshot_context(doc, self.config.num_fewshot or 0, gen_prefix=self.doc_to_prefix(doc))
-        made = self.construct_requests(doc=doc, ctx=context, metadata=(self.task_name, number, 1))
+        chat = dict(apply_chat_template=True, chat_template=self.chat) if self.chat else {}
+        asked = chat | dict(gen_prefix=self.doc_to_prefix(doc), fewshot_as_multiturn=bool(chat))
+        context = self.fewshot_context(doc, self.config.num_fewshot or 0, **asked)
+        made = self.construct_requests(doc=doc, ctx=context, metadata=(self.task_name, number, 1), **chat)
         if self.OUTPUT_TYPE == "multiple_choice" and self.config.process_results is None:
             choices = self.doc_to_choice(doc)
             answer = self.doc_to_text(doc) if self.multiple_input else self.doc_to_target(doc)
@@ -202,20 +235,15 @@ class TokenTask(ConfigurableTask):
 # ------------------------------------------------------------------------------------------------------- by their names
 
 
-class PlainLoader(yaml.SafeLoader):
-    """Without aliases, which could stand for 2 ** 40 values."""
-
-    def compose_node(self, parent, index):
-        if self.check_event(yaml.AliasEvent):
-            raise ValueError("it has an alias")
-        return super().compose_node(parent, index)
+class Loader(NoAliases, yaml.SafeLoader):
+    """Makes what YAML itself has a form for."""
 
 
 def read_yaml(path: Path) -> dict:
     """The task that a file describes. Raises InputError for one that names code or other files."""
     content = read_regular(path, "a task of lm_eval in YAML", LARGEST_YAML)
     try:
-        found = yaml.load(content.decode(), PlainLoader)
+        found = yaml.load(content.decode(), Loader)
         if not isinstance(found, dict) or not isinstance(found.get("task"), str):
             raise ValueError("it has no text with the name `task`")
         if wrong := [key for key in REFUSED if key in found]:
@@ -237,9 +265,9 @@ def shipped() -> dict[str, Path]:
     return {found[1].decode(): path for path in root.rglob("*.yaml") for found in named.finditer(path.read_bytes())}
 
 
-def load(name: str, path: Path, shots: int | None):
+def load(name: str, path: Path, shots: int | None, chat: Conversations | None):
     """A task or a group of lm_eval, by a name that it ships or a YAML file. Raises InputError."""
-    local = type("TaskOfPath", (LocalTask,), dict(path=path, shots=shots))
+    local = type("TaskOfPath", (LocalTask,), dict(path=path, shots=shots, chat=chat))
     with naming(f"{name}={path}"):
         if name.endswith(".yaml"):
             return local(config=read_yaml(Path(name)))
@@ -250,9 +278,9 @@ def load(name: str, path: Path, shots: int | None):
         return TaskFactory().build(index[known], overrides={"class": local}, registry=index)
 
 
-def load_all(named: dict[str, Path], shots: int | None, limit: int) -> dict:
+def load_all(named: dict[str, Path], shots: int | None, limit: int, chat: Conversations | None = None) -> dict:
     """{"tasks": {name: task}, "groups": ...}, with their requests. Raises InputError for what cannot be asked."""
-    found = TaskManager(include_defaults=False).load([load(name, path, shots) for name, path in named.items()])
+    found = TaskManager(include_defaults=False).load([load(name, path, shots, chat) for name, path in named.items()])
     for task in found["tasks"].values():
         task.build_all_requests(limit=limit or None)
     return found
@@ -265,18 +293,20 @@ class Harness(LM):
     """lm_eval's view of a model: requests become rows of tokens and texts to continue, all at once, and lm_eval reads
     its answers from what the model made of them.
 
-    tasks: as load_all() has them. rows: of all requests for likelihoods. prompts: (text, options of generation). In a
-    run: batches, those of this host, (rows, T + 1) int32 as in training; and which result of all batches is a row's.
+    tasks, chat: as load_all() has them. rows: of all requests for likelihoods. prompts: (tokens, options of
+    generation). stops: tokens that end a text beside the tokenizer's. In a run: batches, those of this host, (rows, T +
+    1) int32 as in training; and which result of all batches is a row's.
     """
 
     batches: list[np.ndarray]
     result_of_row: np.ndarray
 
-    def __init__(self, tasks: dict, tokenizer: Tokenizer | None, T: int, limit: int = 0):
+    def __init__(self, tasks: dict, tokenizer: Tokenizer | None, T: int, limit: int = 0, chat=None):
         super().__init__()
         self.tasks, self.limit = tasks, limit or None
         self.rows: list[Row] = []
-        self.prompts: list[tuple[str, dict]] = []
+        self.prompts: list[tuple[list[int], dict]] = []
+        self.stops = stop_tokens(chat.format, tokenizer) if chat else set()
         self.places: dict[tuple, slice] = {}  # of a request: among rows, or among prompts
         for task in tasks["tasks"].values():
             task.build_all_requests(limit=self.limit)
@@ -284,17 +314,20 @@ class Harness(LM):
                 tokenizer, [one.args[0] for one in task.instances if one.idx == 0 and one.args[0]], str(task.path)
             )
             for request in task.instances:
-                held, added = self.rows, [request.args]
+                held, spoken = self.rows, chat is not None and request.args[0] in chat.parts
                 if request.request_type == "generate_until":
-                    held = self.prompts
+                    held, (text, options) = self.prompts, request.args
+                    begin = [] if tokenizer.begin is None else [tokenizer.begin]
+                    prompt = chat.encode(text)[0] if spoken else begin + tokenizer.encode(text) or [tokenizer.prefix]
+                    added = [(prompt, options)]
                 elif request.request_type == "loglikelihood_rolling":
                     added = windows([tokenizer.prefix, *tokenizer.encode(request.args[0])], T)
                 elif isinstance(task, TokenTask):
                     added = [request.args[1]]
                 else:
-                    tokens, num_targets = encode_pair(tokenizer, *request.args)
+                    pair = chat.encode(*request.args) if spoken else encode_pair(tokenizer, *request.args)
                     where = f"{task.path}, question {request.doc_id + 1} of {task.task_name}"
-                    added = [fit(tokens, num_targets, T + 1, where)]
+                    added = [fit(*pair, T + 1, where)]
                 self.places[place_of(request)] = slice(len(held), len(held) + len(added))
                 held += added
         self.results(np.ones((len(self.rows), 3)), [""] * len(self.prompts))  # what lm_eval refuses it refuses now

@@ -59,14 +59,14 @@ def check_tasks(named: dict[str, Path], shots: int | None = None, limit: int = 0
         read_entries(named[CORE])
 
 
-def read_tasks(named: dict[str, Path], tokenizer: Tokenizer, T: int, shots: int | None = None, limit: int = 0, own=()):
-    """A Harness for a model that reads T tokens. limit: the first so many questions of each task; 0: all. own: more
-    tasks, whose questions are tokens. Raises InputError: which file and question, and what is wrong."""
-    harness = import_harness()
-    tasks = harness.load_all({name: path for name, path in named.items() if name != CORE}, shots, limit)
+def read_tasks(named: dict[str, Path], tokenizer: Tokenizer, T: int, shots=None, limit: int = 0, own=(), chat=""):
+    """A Harness for a model that reads T tokens. limit: the first questions of each task; 0: all. own: tasks more, of
+    tokens. chat: a format of conversations to ask in. Raises InputError: which file and question, and what is wrong."""
+    harness, texts = import_harness(), {name: path for name, path in named.items() if name != CORE}
+    tasks = harness.load_all(texts, shots, limit, chat := harness.Conversations(tokenizer, chat) if chat else None)
     own = [*(read_bundle(named[CORE], tokenizer, T, limit) if CORE in named else ()), *own]
     tasks["tasks"] |= {task.name: harness.TokenTask(task) for task in own}
-    return harness.Harness(tasks, tokenizer, T, limit)
+    return harness.Harness(tasks, tokenizer, T, limit, chat)
 
 
 # ------------------------------------------------------------------------------------------------------------- in a run

@@ -1,7 +1,7 @@
 """Texts that tasks of lm_eval ask a model to write."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tqdm import tqdm
 
@@ -15,10 +15,12 @@ KNOWN = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p")
 
 
 def write_texts(
-    model: Decoder, tokenizer: Tokenizer, prompts: Sequence[tuple[str, dict]], T: int, tokens: int, device
+    model: Decoder, tokenizer: Tokenizer, prompts: Sequence[tuple], T: int, tokens: int, device, stops: Collection = ()
 ) -> list[str]:
-    """What follows each (text, generation_kwargs of lm_eval), tokens / T of them at a time: one graph of decoding, one
-    of prefill for each multiple of 128 tokens. A text that is too long loses its beginning. Raises InputError."""
+    """What follows each (tokens, generation_kwargs of lm_eval), tokens / T of them at a time: one graph of decoding,
+    one of prefill for each multiple of 128 tokens. A prompt that is too long loses its beginning. stops: tokens that
+    end a text beside the tokenizer's own. Raises InputError."""
+    stops = tokenizer.stops.union(stops)
     texts = [""] * len(prompts)
     T = min(T, model.shape.sequence_length)
     size = max(1, tokens // T)
@@ -27,9 +29,7 @@ def write_texts(
         groups.setdefault(json.dumps(options, sort_keys=True), []).append(number)
     for members in groups.values():
         until, sampling = sampling_of(prompts[members[0]][1], T)
-        begin = [] if tokenizer.begin is None else [tokenizer.begin]
-        asked = {number: begin + tokenizer.encode(prompts[number][0]) or [tokenizer.prefix] for number in members}
-        encoded = {number: prompt[-(T - sampling.num_tokens) :] for number, prompt in asked.items()}
+        encoded = {number: prompts[number][0][-(T - sampling.num_tokens) :] for number in members}
         members.sort(key=lambda number: len(encoded[number]))
 
         def ends(written: list[int], until=until) -> bool:
@@ -38,9 +38,9 @@ def write_texts(
         for first in tqdm(range(0, len(members), size), "texts", leave=False, disable=None):
             some = members[first : first + size]
             batch = [encoded[number] for number in some] + [encoded[some[0]]] * (size - len(some))
-            found = generate(model, batch, sampling, device, ends, T, tokenizer.stops)
+            found = generate(model, batch, sampling, device, ends, T, stops)
             for number, written in zip(some, found, strict=False):
-                text = tokenizer.decode([token for token in written if token not in tokenizer.stops])
+                text = tokenizer.decode([token for token in written if token not in stops])
                 texts[number] = text[: min((text.find(stop) for stop in until if stop in text), default=None)]
     return texts
 

@@ -52,6 +52,7 @@ def check_torch_compile(config: "TransformerConfig", sizes: tuple[int, ...]) -> 
         ("loss_parts", config.loss_parts > 1, "1"),
         ("sample_every", several and config.sample_every, "0, or one device"),
         ("remat_keep", config.remat_keep != "inputs", "inputs"),
+        ("remat_all_but", config.remat_all_but, "0"),
         ("offload", config.offload != "nothing", "nothing"),
         ("mesh", max(sizes[2:]) > 1, "DATAxFSDPx1"),
         ("number of experts", several and config.num_experts, "a model without, or one device"),

@@ -12,7 +12,7 @@ from run_files import losses_in, read_lines, state_in, summary_in
 
 import resnet_cifar_tpu as script
 from images.arrays import TrainBatches
-from images.cifar import load_dataset
+from images.cifar import FOLDER, TEST_FILES, TRAIN_FILES, load_dataset
 from images.cifar_config import CifarConfig
 from images.made import make_stripes
 from images.misread import find_misread
@@ -22,18 +22,33 @@ from tpu_utils.options.parsing import parse_command_line
 from tpu_utils.step.optim import learning_rates
 
 NUM_STEPS = 11
-SMALL = ["--depth=8", "--width=4", "--global_batch_size=344", "--num_epochs=1", "--warmup_steps=2"]
-SMALL += ["--learning_rate=0.1", "--log_every=1", "--prefetch_batches=1", "--eval_batch_size=500"]
+SMALL = ["--depth=8", "--width=4", "--global_batch_size=96", "--dataset=cifar10", "--num_epochs=1", "--warmup_steps=2"]
+SMALL += ["--learning_rate=0.1", "--log_every=1", "--prefetch_batches=1", "--eval_batch_size=100"]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def pictures(tmp_path_factory) -> list[str]:
+    """Options for a few stripes as CIFAR-10's files."""
+    folder, data = tmp_path_factory.mktemp("stripes"), make_stripes(NUM_STEPS * 96, 256)
+    (folder / FOLDER).mkdir()
+    parts = [
+        *((data.train_images[i::5], data.train_labels[i::5]) for i in range(5)),
+        (data.test_images, data.test_labels),
+    ]
+    for name, (images, labels) in zip(TRAIN_FILES + TEST_FILES, parts, strict=True):
+        records = np.column_stack([labels, images.reshape(len(labels), -1)])
+        (folder / FOLDER / name).write_bytes(records.astype(np.uint8))
+    return [*SMALL, f"--data_dir={folder}"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, pictures):
     """{devices: run directory}"""
     folder = tmp_path_factory.mktemp("resnet")
 
     def train(devices):
         options = ["--device=cpu", f"--num_virtual_devices={devices}", f"--run_dir={folder / str(devices)}"]
-        done = run("resnet_cifar_tpu.py", *SMALL, *options)
+        done = run("resnet_cifar_tpu.py", *pictures, *options)
         assert done.returncode == 0, done.stderr
         return folder / str(devices)
 
@@ -42,9 +57,9 @@ def runs(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def plain():
+def plain(pictures):
     """(losses, model) of a loop that shares nothing with the script but the model, the batches and the schedule."""
-    config = parse_command_line(CifarConfig, "", SMALL)
+    config = parse_command_line(CifarConfig, "", pictures)
     data = load_dataset(config)
     torch.manual_seed(config.seed)
     model = script.ResNet(config.depth, config.width, data.num_classes)
@@ -60,7 +75,7 @@ def plain():
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return losses, model.eval()
+    return losses, model.eval(), data
 
 
 def test_losses_are_the_same_at_any_device_count_and_those_of_plain_pytorch(runs, plain):
@@ -75,7 +90,7 @@ def test_losses_are_the_same_at_any_device_count_and_those_of_plain_pytorch(runs
 
 
 def test_running_statistics_are_of_the_global_batch_and_an_evaluation_uses_them(runs, plain):
-    model, data = plain[1], load_dataset(CifarConfig())
+    _, model, data = plain
     statistics = {name: value.clone() for name, value in model.named_buffers()}
     for run_dir in runs.values():
         state = state_in(run_dir / "checkpoints" / f"step_{NUM_STEPS:08d}")
@@ -91,17 +106,17 @@ def test_running_statistics_are_of_the_global_batch_and_an_evaluation_uses_them(
         assert summary["test_loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-5)
 
 
-def test_one_graph_no_uploads_and_a_picture_in_colour(runs):
+def test_one_graph_no_uploads_and_a_picture_in_colour(runs, plain):
     for run_dir in runs.values():
         summary = summary_in(run_dir)
         assert (summary["train_graphs"], summary["eval_graphs"]) == (1, 1)
         assert summary["host_to_device_uploads_per_step"] == 0
         assert len([line for line in read_lines(run_dir) if line["kind"] == "eval"]) == 1
-    model, data = script.ResNet(8, 4, 10), make_stripes()
+    model, data = script.ResNet(8, 4, 10), plain[2]
     model.load_state_dict(CheckpointReader(run_dir / "checkpoints").load("must").part("model"))
     found = find_misread(model, data, NUM_STEPS)
-    assert found.images.shape[1:] == (3, 32, 32) and found.num_tested == 2048
-    wrong = round((1 - summary["test_accuracy"]) * 2048)
+    assert found.images.shape[1:] == (3, 32, 32) and found.num_tested == 256
+    wrong = round((1 - summary["test_accuracy"]) * 256)
     assert found.num_misread == pytest.approx(wrong, abs=1), "computed again, on the host"
 
 

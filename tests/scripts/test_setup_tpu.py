@@ -474,7 +474,7 @@ VARIABLES = [
 
 
 @pytest.mark.parametrize(("name", "value", "status", "words"), VARIABLES)
-def test_a_variable_that_is_refused_or_stale(name, value, status, words):
+def test_a_variable_that_is_refused_or_stale(xla_is_forked, name, value, status, words):
     """What tpu_utils/options/variables.py refuses, and more. The fix leaves it out; so does what is tried."""
     check, refused = setup_tpu.check_environment({"HOME": "/", name: value}, "auto", [])
     assert_check(check, status, value, words) if name != "PYTHONSAFEPATH" else assert_check(check, status, words)

@@ -53,7 +53,7 @@ KEPT = ["--remat", "--remat_keep=projections", "--offload=attention"]
 ONE_DEVICE = {
     "plain": [],
     "accumulated": ["--gradient_accumulation_steps=4"],
-    "scanned_remat": ["--scan_layers", "--remat", "--remat_keep=products"],
+    "scanned_remat": ["--scan_layers", "--remat", "--remat_all_but=1"],
     "llama": ["--model_size=llama_tiny"],
     "llama/llama_resumed": ["--model_size=llama_tiny", "--resume=must"],
     "muon": ["--optimizer=muon"],
@@ -69,6 +69,7 @@ EIGHT_DEVICES = {
         "--gradient_accumulation_steps=2",
         "--remat",
         "--remat_keep=residual",
+        "--remat_all_but=1",
     ],
     "muon": ["--mesh=2x2x2", "--optimizer=muon"],
 }

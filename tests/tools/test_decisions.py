@@ -83,6 +83,19 @@ def test_the_score_counts_signs_fits_and_points():
     assert decisions.score(rows) == ["4", "1", "2", "1", "1", "3", "4", "3.0"]
 
 
+def test_every_wrong_sign_has_a_reason_and_a_third_is_held_out():
+    held_out = [d for d in ALL if decisions.is_held_out(d.id)]
+    assert len(ALL) / 4 < len(held_out) < len(ALL) * 5 / 12
+    known = decisions.read_answers(decisions.ANSWERS)
+    rows = [decisions.compare(d, known) for d in ALL]
+    clear = [r for r in rows if r["measured"] is not None and abs(r["measured"]) >= decisions.TIE]
+    assert not [r["id"] for r in clear if r["measured"] * r["predicted"] <= 0 and not r["reason"]]
+    tables = {row[0]: row[1:] for row in csv.reader((TABLES / "decisions_scores.csv").open())}
+    for name, part in (("held out", held_out), ("used", [d for d in ALL if d not in held_out]), ("all", ALL)):
+        ids = {d.id for d in part}
+        assert tables[name] == decisions.score([r for r in rows if r["id"] in ids]), name
+
+
 def test_a_report_says_the_kept_scores():
     scores = next(row for row in csv.reader((TABLES / "decisions_scores.csv").open()) if row[0] == "all")
     _, _, _, _, right, strong, fits, asked, _ = scores

@@ -19,6 +19,7 @@ from run_files import assert_identical, read_lines, state_in, summary_in
 from test_llama_parity import UNTIED, hugging_face_model
 from test_tokenizer import trained
 
+from language.data import chat as chat_data
 from language.tasks.questions import encode_pair, lengths_of
 from language.tasks.scores import read_tasks
 from language.tasks.texts import write_texts
@@ -78,17 +79,17 @@ def ours(folder):
     return source, load(source, torch_xla.device())
 
 
-def scored(ours, name: str, path: Path, shots: int | None = None, limit: int = 0) -> dict:
+def scored(ours, name: str, path: Path, shots: int | None = None, limit: int = 0, chat: str = "") -> dict:
     """What lm_eval says of our model, asked as the tool asks."""
     source, model = ours
     T, device = source.shape.sequence_length, torch_xla.device()
-    harness = read_tasks({name: path}, source.tokenizer, T, shots, limit)
+    harness = read_tasks({name: path}, source.tokenizer, T, shots, limit, chat=chat)
     found = evaluate.score(model, harness.rows, T, 2048, device)
-    texts = write_texts(model, source.tokenizer, harness.prompts, T, 640, device)
+    texts = write_texts(model, source.tokenizer, harness.prompts, T, 640, device, harness.stops)
     return harness.results(found, texts, with_samples=True)
 
 
-def samples_of_theirs(theirs, config: dict, files: dict[str, Path], shots: int, cache: Path) -> list[dict]:
+def samples_of_theirs(theirs, config: dict, files: dict[str, Path], shots: int, cache: Path, **chat) -> list[dict]:
     """What lm_eval says of each question with its own model and its own way to data, told where that is."""
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.evaluator import evaluate
@@ -97,7 +98,7 @@ def samples_of_theirs(theirs, config: dict, files: dict[str, Path], shots: int, 
     own["dataset_kwargs"] = dict(data_files={split: str(file) for split, file in files.items()}, cache_dir=str(cache))
     task = ConfigurableTask(config={key: value for key, value in config.items() if key not in ("tag",)} | own)
     task.set_fewshot_seed(1234)  # as simple_evaluate() does
-    return evaluate(theirs, {"tasks": {"a": task}})["samples"]["a"]
+    return evaluate(theirs, {"tasks": {"a": task}}, **chat)["samples"]["a"]
 
 
 COMMON = dict(test_split="test", doc_to_target="{{text}}")
@@ -109,8 +110,14 @@ ROLLS["metric_list"] = [dict(metric="bits_per_byte", aggregation="bits_per_byte"
 CASES = [*((name, 0) for name in MAKERS), ("arc_easy", 2), ("winogrande", 3), ("hellaswag", 1), ("mmlu", 2)]
 
 
-@pytest.mark.parametrize("name, shots", [*CASES, ("generates", 0), ("rolls", 0)])
-def test_answers_are_those_of_lm_evaluation_harness(theirs, ours, tmp_path, name, shots):
+CHATS = [("arc_easy", 0, "chatml"), ("winogrande", 1, "chatml"), ("hellaswag", 1, "plain"), ("lambada", 0, "plain")]
+CHATS += [("generates", 0, "chatml"), ("generates", 0, "plain")]
+
+
+@pytest.mark.parametrize(
+    "name, shots, chat", [*((*one, "") for one in [*CASES, ("generates", 0), ("rolls", 0)]), *CHATS]
+)
+def test_answers_are_those_of_lm_evaluation_harness(theirs, ours, tmp_path, monkeypatch, name, shots, chat):
     from lm_eval.tasks._yaml_loader import load_yaml
 
     from language.tasks.harness import ALIASES, shipped
@@ -123,14 +130,19 @@ def test_answers_are_those_of_lm_evaluation_harness(theirs, ours, tmp_path, name
         asked = str(tmp_path / "mine.yaml")
         Path(asked).write_text(json.dumps(config))
         write_lines(folder / "test.jsonl", [dict(text=words(random.Random(n), 1, 300)) for n in range(6)])
-    said = scored(ours, asked, folder, shots)
+    said = scored(ours, asked, folder, shots, chat=chat)
     (samples,) = said["samples"].values()
     files = {path.stem: path for path in folder.glob("*.jsonl")}
     if name == "mmlu":
         for path in files.values():
             lines = [line for line in path.read_text().splitlines(True) if json.loads(line)["subject"] == "anatomy"]
             path.write_text("".join(lines))
-    expected = samples_of_theirs(theirs, config, files, shots, tmp_path / "cache")
+    as_asked = dict(apply_chat_template=True, fewshot_as_multiturn=True) if chat else {}
+    template = (chat_data.TEMPLATES / f"{chat}.jinja").read_text() if chat else None
+    monkeypatch.setattr(theirs.tokenizer, "chat_template", template)
+    if chat == "chatml":  # no begin token in its training; the harness puts the tokenizer's before the template
+        monkeypatch.setattr(theirs, "add_bos_token", False)
+    expected = samples_of_theirs(theirs, config, files, shots, tmp_path / "cache", **as_asked)
     assert len(samples) == len(expected) >= 6
     if name == "rolls" and ours[0].tokenizer.begin is not None:
         return  # the harness scores a begin token as if it were text
@@ -266,7 +278,7 @@ def test_one_graph_for_each_length_that_occurs(ours, tmp_path):
 def test_texts_have_one_graph_to_decode_and_one_for_each_length_of_prompts(ours):
     source, model = ours
     options = dict(until=["question"], max_gen_toks=20)
-    prompts = [(words(random.Random(n), 1, 8), options) for n in range(7)]
+    prompts = [(source.tokenizer.encode(words(random.Random(n), 1, 8)), options) for n in range(7)]
     before = graphs_compiled()
     texts = write_texts(model, source.tokenizer, prompts, LONGEST, 3 * LONGEST, torch_xla.device())
     assert graphs_compiled() - before == 2 and not any("question" in text for text in texts)
@@ -390,6 +402,7 @@ def test_a_checkpoint_is_scored_as_in_its_run(runs, tmp_path, capsys):
         (["--hf=a", "--tasks", "piqa"], "expected NAME=PATH"),
         (["--hf=a", "--tasks", "piqa=missing.jsonl"], "missing.jsonl: no such file"),
         (["--hf=a", "--tasks", "core=missing"], "core.yaml: no such file"),
+        (["--hf=a", "--tasks", "core=missing", "--chat"], "or with core, whose questions are no conversations"),
         (["--hf=a", "--limit=-1", "--text=x"], "limit is -1; expected 0 or more"),
         (["--hf=a", "--text=missing.txt"], "missing.txt: no such file"),
         (["--hf=a", "--text=README.md", "--json=missing/x"], "in a folder that does not exist"),

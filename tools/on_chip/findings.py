@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tpu_compiler.estimate.calibration import SHORTEST_MS, Calibration, is_held_up
+from tpu_compiler.estimate.report import markdown
 from tpu_utils.base.hardware import GIB
 from tpu_utils.base.writing import write_atomically
 
@@ -21,12 +22,7 @@ def figure(value: float | None, form: str) -> str:
 
 def table(header: str, rows: list[list[str]]) -> list[str]:
     """Lines of a Markdown table, aligned; none without rows. header: names divided by |."""
-    if not rows:
-        return []
-    names = [name.strip() for name in header.split("|")]
-    widths = [max(len(row[i]) for row in [names, *rows]) for i in range(len(names))]
-    lines = [names, ["-" * width for width in widths], *rows]
-    return ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in lines] + [""]
+    return [*markdown([[name.strip() for name in header.split("|")], *rows]), ""] if rows else []
 
 
 def steps_in(measurements: dict[str, Any]) -> Iterator[tuple[str, dict, dict]]:

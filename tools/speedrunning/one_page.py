@@ -3,7 +3,6 @@
 import io
 import math
 from pathlib import Path
-from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -15,10 +14,6 @@ from tools.speedrunning.price import Price, lines_of_price
 from tpu_utils.base.writing import write_atomically
 from tpu_utils.options.environment import attached_chips
 from tpu_utils.record.records import read_records
-
-
-def records_of(run_dir: Path) -> list[dict[str, Any]]:
-    return [record for _, _, record in read_records(run_dir / "metrics.jsonl") if record]
 
 
 def curve(records: list[dict], kind: str, name: str) -> tuple[list[int], list[float]]:
@@ -45,7 +40,8 @@ def write_report(
     folder: Path, text: Path, plan: Plan, stages: dict[str, dict], questions: list[str], price: Price | None
 ) -> str:
     """Writes report.png, then report.md, whose text is returned. questions: of the chat."""
-    runs = {name: records_of(folder / name) for name in ("pretrained", "finetuned")}
+    logs = {name: read_records(folder / name / "metrics.jsonl") for name in ("pretrained", "finetuned")}
+    runs = {name: [record for _, _, record in records if record] for name, records in logs.items()}
     losses = {name: curve(records, "eval", "validation_loss") for name, records in runs.items()}
     share = tokens_per_byte(folder, text, plan)
     bits = bits_per_byte(losses["pretrained"][1][-1], share)

@@ -130,7 +130,7 @@ def ask_compiler(
     counts = dict(pretrain=plan.steps, finetune=plan.chat_steps)
     return Price(
         topology=topology,
-        chips=asked.num_devices // asked.hardware.devices_per_chip,
+        chips=asked.num_chips,
         dollars=dollars,
         steps=steps,
         seconds={name: counts[name] * step.milliseconds / 1e3 for name, step in steps.items()},

@@ -28,12 +28,14 @@ WORTH = 0.001
 """The share by which the time of a setting must be shorter in any case."""
 LONG = 16384
 """Tokens of a sequence from which on it is tried to share it over devices."""
-COMPILER_OPTIONS = ("xla_tpu_scoped_vmem_limit_kib=32768", "xla_tpu_scoped_vmem_limit_kib=65536")
-"""On-chip memory that one fusion may use; 16384 by default."""
-FIELDS = ("attention", "compiler_options", "gradient_accumulation_steps", "remat", "remat_keep", "offload")
-FIELDS += ("mesh", "shard_parameters", "windowed_einsum", "scan_layers", "global_batch_size")
+COMPILER_OPTIONS = tuple(f"xla_tpu_scoped_vmem_limit_kib={kib}" for kib in (32768, 65536, 98304))
+"""On-chip memory that one fusion may use; 16384 by default. On v6e 98304 was the fastest by the clock."""
+WHOLE_LAYERS = (0, 4, 8, 16, 24)
+"""Values of --remat_all_but; the script refuses those that are more than its layers."""
+FIELDS = ("attention", "compiler_options", "gradient_accumulation_steps", "remat", "remat_keep", "remat_all_but")
+FIELDS += ("offload", "loss_parts", "mesh", "shard_parameters", "windowed_einsum", "scan_layers", "global_batch_size")
 """All that candidates() may try."""
-WITH_REMAT = ("remat_keep", "offload")
+WITH_REMAT = ("remat_keep", "remat_all_but", "offload")
 """Without effect beside --no_remat, so the script refuses them."""
 LABEL = f"predicted, {RULE}, and of communication what the schedule cannot hide; not measured"
 WORTH_A_PLAN = 60.0
@@ -132,8 +134,12 @@ def candidates(settings: dict, devices: int, vary_batch: bool) -> list[tuple[str
         found.append(("remat", [False, True]))
     if "remat_keep" in settings:
         found.append(("remat_keep", ["inputs", "attention", "projections", "residual", "products"]))
+    if "remat_all_but" in settings:
+        found.append(("remat_all_but", list(WHOLE_LAYERS)))
     if "offload" in settings:
         found.append(("offload", ["nothing", "attention", "projections"]))
+    if "loss_parts" in settings:
+        found.append(("loss_parts", [1, 8]))
     if devices > 1 and re.fullmatch(r"auto|\d+(x\d+){2,4}", str(settings.get("mesh"))):
         half = devices // 2
         meshes = [(devices, 1, 1), (1, devices, 1), (2, half, 1), (half, 2, 1), (half, 1, 2)]
@@ -154,8 +160,10 @@ def candidates(settings: dict, devices: int, vary_batch: bool) -> list[tuple[str
 
 
 def needs_as_much(setting: dict, other: dict) -> bool:
-    """Whether setting needs no less memory than other: equal but for fewer accumulation steps, no remat, more batch."""
+    """Whether setting needs no less memory than other: equal but for fewer accumulation steps or parts of the loss, no
+    remat, more layers whole, more batch."""
     more = {"gradient_accumulation_steps": -1, "remat": -1, "global_batch_size": 1}  # sign of the effect on memory
+    more |= {"remat_all_but": 1, "loss_parts": -1}
     return all(
         setting.get(name) == other.get(name)
         or (name in more and more[name] * setting.get(name, 0) >= more[name] * other.get(name, 0))

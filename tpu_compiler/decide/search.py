@@ -114,11 +114,10 @@ def compile_afresh(
 ) -> Report:
     """Run a training script up to its first step for one slice. Raises ScriptError when it does not get there, and
     subprocess.TimeoutExpired when it takes more than so many seconds."""
-    limit = {} if seconds is None else {"seconds": seconds}
     with tempfile.TemporaryDirectory() as folder:
         command = ["-m", "tpu_compiler.of_script", script, *with_option(options, "compile_for", topology)]
         asked = {PLAN_VARIABLE: "1"} if planned else {}
-        code = run_script(command, {OUTPUT_VARIABLE: folder} | asked, **limit)
+        code = run_script(command, {OUTPUT_VARIABLE: folder} | asked, seconds)
         written = Path(folder, "report.json")
         if not written.exists():
             if code < 0:

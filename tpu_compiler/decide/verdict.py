@@ -4,6 +4,7 @@ import dataclasses
 import math
 import shlex
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -19,7 +20,7 @@ from tpu_compiler.decide.fastest import (
     step_ms,
 )
 from tpu_compiler.decide.search import OutOfTimeError, compile_afresh, compile_script
-from tpu_compiler.estimate.report import ERROR, Report
+from tpu_compiler.estimate.report import ERROR, PLAN_ERROR, PLANNED, ROOFLINE, Report, markdown
 from tpu_utils.base.hardware import GENERATIONS, GIB, parse_topology
 
 
@@ -80,6 +81,7 @@ class Terms:
     only: Sequence[str]  # fields that may change
     vary_batch: bool
     minutes: float
+    planned: bool = False  # settings are planned and not compiled
 
 
 def decide(
@@ -99,13 +101,15 @@ def decide(
     best, left = {}, terms.minutes * 60
     for place, topology in enumerate(topologies):
         say(f"{topology}: searching; each line is one setting, in milliseconds a step")
-        ask, plan = partial(ask_script, script, topology), partial(plan_script, script, topology)
-        found = Search(ask, options, say, left / (len(topologies) - place), plan)
+        plan = partial(plan_script, script, topology)
+        ask = plan if terms.planned else partial(ask_script, script, topology)
+        found = Search(ask, options, say, left / (len(topologies) - place), None if terms.planned else plan)
         best[topology] = found.run(terms.vary_batch, terms.only)
         left -= found.spent
         fresh = [trial.report for trial in found.trials if trial.report and not trial.report.from_cache]
         ended = f"; {found.ended}" if found.ended else ""
-        say(f"{topology}: {len(found.trials)} settings, {len(fresh)} compiled now{ended}")
+        done = "planned" if terms.planned else "compiled"
+        say(f"{topology}: {len(found.trials)} settings, {len(fresh)} {done} now{ended}")
         say(format_trials(found.trials, best[topology]))
     fitting = {name: trial for name, trial in best.items() if trial}
     if len(topologies) > 1 or terms.tokens:
@@ -122,8 +126,10 @@ def ask_script(script: str, topology: str, options: Sequence[str], seconds: floa
 
 def plan_script(script: str, topology: str, options: Sequence[str], seconds: float) -> Report:
     """The plan of a setting. A kept compile would not do: its price is another than a roofline's."""
+    start = time.monotonic()
     try:
-        return compile_afresh(script, topology, options, seconds=seconds, planned=True)
+        report = compile_afresh(script, topology, options, seconds=seconds, planned=True)
+        return dataclasses.replace(report, asked_seconds=time.monotonic() - start)
     except subprocess.TimeoutExpired as error:
         raise OutOfTimeError(f"{script} for {topology} was not planned in {seconds:.0f} s", 1) from error
 
@@ -147,12 +153,11 @@ def format_trials(trials: Sequence[Trial], best: Trial | None) -> str:
         else:
             row += ["does not fit" if r.over_bytes else "does not compile", *["-"] * 6]
         rows.append([*row, f"{r.peak_bytes / GIB:.2f}", f"{r.asked_seconds:.0f}"])
-    rows.insert(1, ["---"] * len(rows[0]))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in rows]
+    lines = markdown(rows)
     lines += [f"{trial.words}: {trial.said}" for trial in trials if trial.report is None]
-    lines += [f"ms a step, {unit}/s, MFU: {LABEL}; equal: within {EQUAL:.0%}"]
-    return "\n".join([*lines, f"accuracy: {ERROR}"])
+    planned = any(trial.report.reason == PLANNED for trial in tried)
+    lines += [f"ms a step, {unit}/s, MFU: {ROOFLINE if planned else LABEL}; equal: within {EQUAL:.0%}"]
+    return "\n".join([*lines, f"accuracy: {PLAN_ERROR if planned else ERROR}"])
 
 
 def command_of(script: str, trial: Trial) -> str:
@@ -166,7 +171,7 @@ def format_slices(best: dict[str, Trial | None], tokens: float | None, prices: d
         if trial is not None:
             topology, r = parse_topology(name), trial.report
             rate = examples_per_step(r) / (step_ms(r) / 1e3)
-            chips = topology.num_devices // topology.hardware.devices_per_chip
+            chips = topology.num_chips
             hours = tokens / rate / 3600 if tokens else None
             price = prices.get(topology.generation)
             cost = hours * chips * price if hours and price else None
@@ -180,9 +185,7 @@ def format_slices(best: dict[str, Trial | None], tokens: float | None, prices: d
     for _, name, chips, rate, hours, cost, trial, _ in found:
         row = [name, str(chips), f"{rate:,.0f}"] + ([f"{hours:,.2f}"] if tokens else [])
         rows.append([*row, *([f"{cost:,.2f}"] if cost is not None else []), trial.words])
-    rows.insert(1, ["---"] * len(rows[0]))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in rows]
+    lines = markdown(rows)
     lines += [f"{name}: no setting fits" for name, trial in best.items() if trial is None]
     if tokens:
         said = ", ".join(f"{name} {price:g}" for name, price in prices.items())

@@ -75,6 +75,7 @@ class Report:
     estimate_label: str = ESTIMATE_LABEL
     calibration: str = ""  # what was measured on this chip, as calibration.Calibration.sentence says it
     price: float | None = None  # the user's, of a chip for an hour
+    tokens: float | None = None  # or examples, that the run is to see; None: a billion
     unit: str = "examples"
     operations_without_estimate: dict[str, int] = dataclasses.field(default_factory=dict)
     ruled_ms: float = 0.0  # what rules.py adds for them; not in estimated_ms
@@ -99,8 +100,12 @@ class Report:
     @property
     def slice_lower_bound_ms(self) -> float | None:
         """Least time to send a step's bytes to other slices; None where the speed of that network is not known."""
-        sent = sum(kind["sent_bytes"] for kind in self.slice_transfers.values())
-        return sent / self.network_gb_per_s / 1e6 if self.network_gb_per_s else None
+        return self.sent_bytes / self.network_gb_per_s / 1e6 if self.network_gb_per_s else None
+
+    @property
+    def sent_bytes(self) -> float:
+        """What a device sends to other slices in a step."""
+        return sum(kind["sent_bytes"] for kind in self.slice_transfers.values())
 
     @property
     def memory_text(self) -> str:
@@ -195,18 +200,16 @@ def work_rows(r: Report) -> Rows:
     """FLOPs, and what is sent between devices, slices and the host."""
     model = f", {r.flops_ratio:.2f} x the model's {r.model_flops:.3g}" if r.flops_ratio else ""
     model += f", the bodies of {r.loops} loops counted once" if r.loops else ""
-    kinds = [f"{int(v['count'])} {kind} ({v['bytes'] / 1e6:.1f} MB)" for kind, v in r.collectives.items()]
     rows = [("FLOPs per step", f"{r.flops * r.devices:.3g} over all devices{model}")]
-    rows.append(("collectives", ", ".join(kinds) or "none"))
-    if kinds:
+    rows.append(("collectives", kinds_text(r.collectives) or "none"))
+    if r.collectives:
         bound = f"at least {r.communication_lower_bound_ms:.3f} ms"
         rows.append(("communication", f"{bound} ({r.communication_label})"))
     if r.slice_transfers:
-        sent = [f"{int(v['count'])} {k} ({v['sent_bytes'] / 1e6:.1f} MB)" for k, v in r.slice_transfers.items()]
         unknown = "its speed is not published: give it with --dcn_gb_per_s"
         label = NETWORK_LABEL.format(r.network_gb_per_s) if r.network_gb_per_s else unknown
         bound = r.slice_lower_bound_ms
-        rows.append(("between slices", f"a device sends {', '.join(sent)}"))
+        rows.append(("between slices", f"a device sends {kinds_text(r.slice_transfers, 'sent_bytes')}"))
         rows.append(("", f"at least {bound:.3f} ms ({label})" if bound is not None else label))
     if r.host_transfers:
         sent = [f"{v['bytes'] / 1e6:.1f} MB {direction}" for direction, v in r.host_transfers.items()]
@@ -217,9 +220,8 @@ def work_rows(r: Report) -> Rows:
 
 def prediction_rows(r: Report) -> Rows:
     """The predicted step, alone and with communication, and how far such predictions were from clocks."""
-    rows = [("predicted step", f"{step_text(r)} ({LABEL})")]
+    rows = [*whole_step_rows(r), ("predicted step", f"{step_text(r)} ({LABEL})")]
     rows.append(("", f"the compiler's estimate {r.estimated_ms:.3f} ms, by rule {r.ruled_ms:.3f} ms"))
-    rows += communication_rows(r)
     if r.is_memory_bound:
         rows.append(("memory-bound", f"{HALF}; the bytes moved need {r.memory_ms:.3f} ms at it"))
     return [*rows, ("calibration" if r.calibration else "accuracy", r.calibration or ERROR)]
@@ -228,8 +230,8 @@ def prediction_rows(r: Report) -> Rows:
 def roofline_rows(r: Report) -> Rows:
     """The step of a program that was planned and not compiled."""
     return [
+        *whole_step_rows(r),
         ("step by roofline", f"{step_text(r)} ({ROOFLINE})"),
-        *communication_rows(r),
         ("accuracy", PLAN_ERROR),
     ]
 
@@ -240,37 +242,46 @@ def step_text(r: Report) -> str:
     return f"{r.predicted_ms:.3f} ms{rate}{mfu}"
 
 
-def communication_rows(r: Report) -> Rows:
-    """The step with communication, and what a billion tokens or examples cost."""
+def whole_step_rows(r: Report) -> Rows:
+    """The step with communication, and what a billion tokens or examples cost, or as many as the run is to see."""
     rows = []
     if r.predicted_ms_nothing_hidden > r.predicted_ms:
-        hidden, whole = r.predicted_ms_all_hidden, r.predicted_ms_nothing_hidden
-        mfus = [f"{mfu:.1%}" for mfu in (r.mfu_at(hidden), r.mfu_at(whole)) if mfu]
-        shares = f" (MFU {mfus[0]} to {mfus[1]})" if mfus else ""
-        text = f"{hidden:.3f} ms, {ALL_HIDDEN}, to {whole:.3f}, nothing hidden{shares}"
-        rows.append(("with communication", text))
-    if cost := cost_of_a_billion(r):
-        rows.append((f"a billion {r.unit}", cost))
+        both = (r.predicted_ms_all_hidden, r.predicted_ms_nothing_hidden)
+        text = " to ".join(f"{ms:.3f}" for ms in both) + " ms"
+        if r.predicted_per_second and not r.decode:
+            rates = (r.predicted_per_second * r.predicted_ms / ms for ms in both)
+            text += f", {' to '.join(f'{rate:,.0f}' for rate in rates)} {r.unit}/s"
+        if mfus := [f"{mfu:.1%}" for mfu in map(r.mfu_at, both) if mfu]:
+            text += f", MFU {' to '.join(mfus)}"
+        rows.append(("whole step", f"{text} (communication: {ALL_HIDDEN}, to nothing hidden)"))
+    if cost := cost_of_tokens(r):
+        rows.append((counted(r), cost))
     return rows
 
 
-def cost_of_a_billion(r: Report) -> str:
-    """'36.3 to 38.4 chip-hours, cost 98.1 to 103.6': from all communication hidden to none; '' where nobody asks.
+def counted(r: Report) -> str:
+    return f"{r.tokens:,.0f} {r.unit}" if r.tokens else f"a billion {r.unit}"
 
-    All chips of the slice are paid for. Of examples only with a price, because nobody counts them in billions.
+
+def cost_of_tokens(r: Report) -> str:
+    """'36.3 to 38.4 chip-hours, cost 98.1 to 103.6': from all communication hidden to none; '' where nobody asks. With
+    tokens the hours of the run too.
+
+    All chips of the slice are paid for. Of examples only with a price or a number, because nobody counts them in
+    billions.
     """
-    if r.decode or not r.predicted_per_second or not (r.price or r.unit == "tokens"):
+    if r.decode or not r.predicted_per_second or not (r.price or r.tokens or r.unit == "tokens"):
         return ""
-    topology = parse_topology(r.topology)
-    chips = topology.num_devices / topology.hardware.devices_per_chip
-    hours = chips * 1e9 / 3600 / r.predicted_per_second
+    chips = parse_topology(r.topology).num_chips
+    hours = chips * (r.tokens or 1e9) / 3600 / r.predicted_per_second
     range_of_hours = [hours * ms / r.predicted_ms for ms in (r.predicted_ms_all_hidden, r.predicted_ms_nothing_hidden)]
 
     def between(values: list[float]) -> str:
         return " to ".join(dict.fromkeys(f"{value:,.4g}" for value in values))
 
     cost = f", cost {between([one * r.price for one in range_of_hours])}" if r.price else ""
-    return f"{between(range_of_hours)} chip-hours{cost}"
+    run = f"{between([one / chips for one in range_of_hours])} hours, " if r.tokens else ""
+    return f"{run}{between(range_of_hours)} chip-hours{cost}"
 
 
 def decoding_rows(r: Report) -> Rows:
@@ -315,12 +326,24 @@ def source_rows(r: Report) -> Rows:
     return rows + titled_rows("largest results", large[:5])
 
 
+def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table, aligned. rows: the names of its columns first."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in rows]
+    return [lines[0], "| " + " | ".join("-" * width for width in widths) + " |", *lines[1:]]
+
+
+def kinds_text(transfers: dict[str, dict[str, float]], size: str = "bytes") -> str:
+    """'2 all-reduce (1.5 MB)'. size: the name of their bytes."""
+    return ", ".join(f"{int(v['count'])} {kind} ({v[size] / 1e6:.1f} MB)" for kind, v in transfers.items())
+
+
 def format_table(reports: Sequence[Report]) -> str:
     """Several slices side by side, as a Markdown table."""
     unit, levels = reports[0].unit, any(r.level for r in reports)
     header = ["slice", *(["level"] if levels else []), "devices", "fits", "GiB of limit", "FLOPs / model"]
     header += ["collectives MB", "predicted ms", "with comm. ms", f"{unit}/s", "MFU", "no estimate", "compile s"]
-    rows = [header, ["---"] * len(header)]
+    rows = [header]
     for r in reports:
         row = [r.topology, *([r.level] if levels else []), str(r.devices), "yes" if r.fits else "no"]
         row.append(f"{r.peak_bytes / GIB:.2f} of {r.limit_bytes / GIB:.2f}" if r.peak_bytes else "-")
@@ -334,23 +357,16 @@ def format_table(reports: Sequence[Report]) -> str:
         else:
             row += ["-"] * 7
         rows.append([*row, f"{r.compile_seconds:.0f}"])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
-    ]
+    lines = markdown(rows)
     lines += [f"{r.topology}{f' {r.level}' if levels else ''}: {r.reason}" for r in reports if r.reason]
     for r in reports:
-        sent = sum(kind["sent_bytes"] for kind in r.slice_transfers.values()) / 1e6
+        sent = r.sent_bytes / 1e6
         bound = r.slice_lower_bound_ms
         at_least = "" if bound is None else f", at least {bound:.2f} ms ({NETWORK_LABEL.format(r.network_gb_per_s)})"
         lines += [f"{r.topology}: between slices a device sends {sent:.1f} MB{at_least}"] if sent else []
     said = [f"{r.level}: {note}" if levels else note for r in reports for note in r.notes]
     said += [f"{r.topology}: {r.calibration}" for r in reports if r.calibration]
-    said += [
-        f"{r.topology}: a billion {r.unit}: {cost}"
-        for r in reports
-        if r.predicted_ms and (cost := cost_of_a_billion(r))
-    ]
+    said += [f"{r.topology}: {counted(r)}: {cost}" for r in reports if r.predicted_ms and (cost := cost_of_tokens(r))]
     return "\n".join([*lines, *dict.fromkeys(said), *legend(reports)])
 
 
@@ -377,16 +393,10 @@ def format_compilers(reports: Sequence[Report]) -> str:
     """What several compilers say of one program for one slice, side by side, as a Markdown table. Empty for none."""
     if not reports:
         return ""
-
-    def kinds(collectives: dict) -> str:
-        found = [f"{int(v['count'])} {kind} ({v['bytes'] / 1e6:.1f} MB)" for kind, v in collectives.items()]
-        return ", ".join(found) or "none"
-
     levels = len({r.level for r in reports}) > 1
     heads = [f"libtpu {r.versions.get('libtpu', '?')}, jax {r.versions.get('jax', '?')}" for r in reports]
     heads = [f"{head}, {r.level}" if levels else head for head, r in zip(heads, reports, strict=True)]
     rows = [[reports[0].topology, *heads]]
-    rows += [["---"] * len(rows[0])]
     rows += [["fits", *("yes" if r.fits else f"no: {r.reason}" for r in reports)]]
     rows += [["GiB of limit", *(f"{r.peak_bytes / GIB:.2f} of {r.limit_bytes / GIB:.2f}" for r in reports)]]
     for part in dict.fromkeys(name for r in reports for name in r.memory):
@@ -400,13 +410,11 @@ def format_compilers(reports: Sequence[Report]) -> str:
         (f"{reports[0].unit}/s", lambda r: f"{r.predicted_per_second:,.0f}" if r.predicted_per_second else "-"),
         ("MFU", lambda r: f"{r.predicted_mfu:.1%}" if r.predicted_mfu else "-"),
         ("no estimate", lambda r: str(sum(r.operations_without_estimate.values()))),
-        ("collectives", lambda r: kinds(r.collectives)),
-        ("between slices", lambda r: kinds(r.slice_transfers)),
+        ("collectives", lambda r: kinds_text(r.collectives) or "none"),
+        ("between slices", lambda r: kinds_text(r.slice_transfers) or "none"),
         ("compile s", lambda r: f"{r.compile_seconds:.0f}"),
     ):
         rows += [[name, *(text(r) if r.compiles else "-" for r in reports)]]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in rows]
     said = [f"{r.level}: {note}" if levels else note for r in reports for note in r.notes]
     said += [f"libtpu {r.versions.get('libtpu', '?')}: {r.calibration}" for r in reports if r.calibration]
-    return "\n".join([*lines, *dict.fromkeys(said), *legend(reports)])
+    return "\n".join([*markdown(rows), *dict.fromkeys(said), *legend(reports)])

@@ -279,6 +279,15 @@ def compile_module(target: str, options: Sequence[str], topology: str, program_d
     return reports
 
 
+def question_of_child() -> tuple[Question, str, str]:
+    """(question, level, slice), in the process that compile_module() has started."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    for name in ("target", "at", "compile_for"):
+        parser.add_argument(f"--{name}", required=True)
+    given, options = parser.parse_known_args()
+    return parse_question(given.target, options, given.compile_for), given.at, given.compile_for
+
+
 def make_folder(program_dir: str) -> None:
     """Make the folder of --program. Raises InputError, before anything is compiled, if it has no room for 1 MiB."""
     probe = Path(program_dir, f".room_{os.getpid()}")

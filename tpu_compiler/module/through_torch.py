@@ -5,7 +5,6 @@ torchax has a JAX function for each ATen operation, and jax lowers the whole to 
 modules.compile_module; it runs under any torch from 2.9 on. Every private interface that this needs is in this file.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -66,7 +65,7 @@ from tpu_compiler.module.kv_cache import (
 )
 from tpu_compiler.module.loss import choose_loss
 from tpu_compiler.module.model import build, place_of, step_aside
-from tpu_compiler.module.programs import Question, parse_question
+from tpu_compiler.module.programs import Question, question_of_child
 from tpu_utils.base.errors import InputError, first_line, run_script
 from tpu_utils.base.hardware import Topology, parse_topology
 from tpu_utils.options.compiler_flags import set_flags, torch_xla_flags
@@ -77,16 +76,11 @@ ATEN = torch.ops.aten
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--target", required=True)
-    parser.add_argument("--at", required=True, help="the level")
-    parser.add_argument("--compile_for", required=True)
-    given, options = parser.parse_known_args()
-    question = parse_question(given.target, options, given.compile_for)
+    question, level, compile_for = question_of_child()
     step_aside()
-    topology = parse_topology(given.compile_for)
+    topology = parse_topology(compile_for)
     set_flags(torch_xla_flags(topology.generation))  # both ways ask with the same options
-    return answer(question, given.at, topology)
+    return answer(question, level, topology)
 
 
 def answer(question: Question, level: str, topology: Topology) -> int:
@@ -343,10 +337,6 @@ def max_pool_backward(gradient, x, kernel, stride, padding, dilation, ceil_mode,
     return backward(gradient)[0]
 
 
-def select(x, axis, index):
-    return jax.lax.index_in_dim(x, index, axis, keepdims=False)
-
-
 def var_mean(x, axes=None, correction=1, keepdim=False):
     """By mean and mean of squares, which are one pass. torchax's variance is a second one, for which the compiler
     computes the convolution that makes x again."""
@@ -399,7 +389,7 @@ def scatter(x, axis, index, value):
 OURS = {
     ATEN.convolution_backward.default: convolution_backward,
     ATEN.max_pool2d_with_indices_backward.default: max_pool_backward,
-    ATEN.select_copy.int: select,
+    ATEN.select_copy.int: lambda x, axis, index: jax.lax.index_in_dim(x, index, axis, keepdims=False),
     ATEN.var_mean.correction: var_mean,
     ATEN.native_layer_norm.default: layer_norm,
     ATEN.gelu.default: gelu,
@@ -464,9 +454,8 @@ def lower(
             *arrays, key = arrays
             lowering.key = key
         results = list(lowering.run(*arrays))
-        if (
-            mesh and question.mode == "train"
-        ):  # new weights and moments lie where the old ones do, whose memory they take
+        if mesh and question.mode == "train":
+            # new weights and moments lie where the old ones do, whose memory they take
             results[1:] = map(jax.lax.with_sharding_constraint, results[1:], shardings)
         return results
 

@@ -3,7 +3,6 @@
 A process can look like one slice only, so each slice and level is a process of its own.
 """
 
-import argparse
 import dataclasses
 import os
 import sys
@@ -31,7 +30,7 @@ from tpu_compiler.module.kv_cache import decode_inputs
 from tpu_compiler.module.loss import choose_loss
 from tpu_compiler.module.model import build, step_aside, to_device
 from tpu_compiler.module.probing import in_words, probe
-from tpu_compiler.module.programs import Question, parse_question
+from tpu_compiler.module.programs import Question, question_of_child
 from tpu_utils.base.errors import InputError, first_line, run_script
 from tpu_utils.base.hardware import Topology
 from tpu_utils.options.train_config import TrainConfig
@@ -40,14 +39,9 @@ from tpu_utils.step.optim import make_optimizer, step_optimizer
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--target", required=True)
-    parser.add_argument("--at", required=True, help="the level")
-    parser.add_argument("--compile_for", required=True)
-    given, options = parser.parse_known_args()
-    question = parse_question(given.target, options, given.compile_for)
+    question, level, compile_for = question_of_child()
     step_aside()
-    return answer(question, given.at, prepare_environment(given.compile_for))
+    return answer(question, level, prepare_environment(compile_for))
 
 
 def answer(question: Question, level: str, topology: Topology) -> int:

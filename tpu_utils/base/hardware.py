@@ -71,8 +71,12 @@ class Topology:
         return GENERATIONS[self.generation]
 
     @property
+    def num_chips(self) -> int:
+        return self.num_slices * math.prod(self.shape)
+
+    @property
     def num_devices(self) -> int:
-        return self.num_slices * math.prod(self.shape) * self.hardware.devices_per_chip
+        return self.num_chips * self.hardware.devices_per_chip
 
     @property
     def compiler_name(self) -> str:

@@ -1,6 +1,5 @@
 """What whoever starts a training script, once or again, has to know of it. Standard library alone."""
 
-import contextlib
 import ctypes
 import hashlib
 import os
@@ -32,12 +31,12 @@ def end_with(starter: int | None = None) -> None:
     leader = os.getpid()
     if starter not in (None, os.getppid()):
         os.kill(leader, signal.SIGKILL)
+    # a signal to the group is not for the process that waits, from its first instruction
+    usual = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     if os.fork():
+        signal.pthread_sigmask(signal.SIG_SETMASK, usual)
         return
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # a signal to the group is not for this process
-    for descriptor in sorted(Path("/proc/self/fd").iterdir()):  # others wait for the end of a pipe, or for a lock
-        with contextlib.suppress(OSError):  # the one that lists them
-            os.close(int(descriptor.name))
+    os.closerange(0, os.sysconf("SC_OPEN_MAX"))  # others wait for the end of a pipe, or for a lock
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGUSR1)
     while os.getppid() == leader:  # asked first, too: it may have ended before
         signal.sigwait([signal.SIGUSR1])

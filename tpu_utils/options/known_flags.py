@@ -1,6 +1,5 @@
 """Which options libtpu and XLA have: the library itself is asked. Imported where a user gives some."""
 
-import difflib
 import mmap
 import os
 import re
@@ -11,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tpu_utils.base.errors import InputError
+from tpu_utils.options.fields import nearest
 
 
 def refusal_of_xla(flags: str) -> str:
@@ -39,8 +39,7 @@ def check_known(options: Mapping[str, str]) -> None:
         for name in options:
             if text.find(b"\0%s\0" % name.encode()) < 0:  # its flags are C strings of the library
                 known = {match[1].decode() for match in re.finditer(rb"\0(xla_[a-z0-9_]{4,80})(?=\0)", text)}
-                near = difflib.get_close_matches(name, known, n=1)
                 raise InputError(
                     f"compiler_options has {name}, which this libtpu does not have; expected one of its own"
-                    + (f"; did you mean {near[0]}?" if near else "")
+                    f"{nearest(name, known)}"
                 )

@@ -208,5 +208,6 @@ def option_groups(config: Options, hidden: Collection[str] = ()) -> type:
         title = re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()
         written = "" if base.__doc__.startswith(f"{base.__name__}(") else base.__doc__  # dataclasses make one up
         group = dataclasses.make_dataclass(title, members, frozen=True, namespace={"__doc__": written})
-        groups.append((title, group, dataclasses.field(default=group())))
+        # its own help too, or tyro looks for it through the source of dataclasses, a half of its time
+        groups.append((title, Annotated[group, tyro.conf.arg(help=written)], dataclasses.field(default=group())))
     return dataclasses.make_dataclass("Options", groups)

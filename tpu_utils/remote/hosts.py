@@ -124,6 +124,8 @@ class Reply(NamedTuple):
     """In words, where code is not 200."""
     nobody: bool = False
     """Certainly no metadata server: the connection failed, or it is another server. A timeout does not prove it."""
+    etag: str = "0"
+    """Of this value: the server can wait until there is another."""
 
 
 def ask_server(key: str, seconds: float) -> Reply:
@@ -139,7 +141,7 @@ def ask_server(key: str, seconds: float) -> Reply:
         google, value = answer.headers.get("Metadata-Flavor") == "Google", answer.read(2**20)
         if answer.status == 200 and not google:  # a portal's page
             return Reply(0, b"", "is not Google's, which answers", nobody=True)
-        return Reply(answer.status, value, f"answers {answer.status}")
+        return Reply(answer.status, value, f"answers {answer.status}", etag=answer.headers.get("ETag", "0"))
     except (OSError, http.client.HTTPException) as error:
         # refused, no route, no such name: no server. A timeout, or an error after connecting: it may only be slow
         nobody = not there and not isinstance(error, TimeoutError)

@@ -1,12 +1,11 @@
 """Notices of the VM's metadata server: maintenance and preemption. Imported where there may be one alone."""
 
-import http.client
-import os
 import threading
 import time
-import urllib.request
 from collections.abc import Callable
 from weakref import WeakMethod
+
+from tpu_utils.remote.hosts import ask_server
 
 # key of the VM's metadata -> its values that mean that this machine is about to go. A TPU cannot be migrated alive.
 # Source: cloud.google.com/compute/docs/metadata/getting-live-migration-notice and .../instances/create-use-spot.
@@ -14,6 +13,8 @@ NOTICES = {
     "maintenance-event": ("TERMINATE_ON_HOST_MAINTENANCE", "MIGRATE_ON_HOST_MAINTENANCE"),
     "preempted": ("TRUE",),
 }
+WAIT_SECONDS, PAUSE_SECONDS = 60, 5.0
+"""How long the server waits for a change; and between two questions where it does not."""
 
 
 def watch_metadata(notice: Callable[[str], None]) -> None:
@@ -24,25 +25,18 @@ def watch_metadata(notice: Callable[[str], None]) -> None:
         threading.Thread(target=_watch, args=arguments, name=f"metadata {key}", daemon=True).start()
 
 
-def _watch(ref: WeakMethod, key: str, wait_seconds: int = 60, pause_seconds: float = 5) -> None:
+def _watch(ref: WeakMethod, key: str) -> None:
     """Ask the metadata server for instance/key again and again, each time waiting there for a change."""
-    host = os.environ.get("GCE_METADATA_HOST") or "metadata.google.internal"
-    url, query = f"http://{host}/computeMetadata/v1/instance/{key}", ""
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is on the VM's own link
+    query = ""
     while ref() is not None:
         started = time.monotonic()
-        try:
-            request = urllib.request.Request(url + query, headers={"Metadata-Flavor": "Google"})
-            with direct.open(request, timeout=wait_seconds + 10) as answer:
-                google = answer.headers.get("Metadata-Flavor") == "Google"
-                value, etag = answer.read(1000).decode().strip().upper(), answer.headers.get("ETag", "0")
-        except (OSError, ValueError, http.client.HTTPException):  # no such server, or not now: nothing to be said
-            google, value, etag = False, "", "0"
+        reply = ask_server(f"{key}{query}", WAIT_SECONDS + 10)
+        value = reply.value.decode(errors="replace").strip().upper() if reply.code == 200 else ""
         notice = ref()
-        if notice is not None and google and value in NOTICES[key]:
+        if notice is not None and value in NOTICES[key]:
             notice(f"maintenance notice {key} = {value}")
             return
         del notice
-        query = f"?wait_for_change=true&timeout_sec={wait_seconds}&last_etag={etag}" if google else ""
-        if time.monotonic() - started < pause_seconds and (not google or value):
-            time.sleep(0.2 if google else pause_seconds)
+        query = f"?wait_for_change=true&timeout_sec={WAIT_SECONDS}&last_etag={reply.etag}" if reply.code == 200 else ""
+        if time.monotonic() - started < PAUSE_SECONDS and (reply.code != 200 or value):
+            time.sleep(0.2 if reply.code == 200 else PAUSE_SECONDS)

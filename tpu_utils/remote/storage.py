@@ -349,7 +349,7 @@ def read_object(url: str, name: str, expected: str, max_bytes: int) -> bytes | N
 def open_object(url: str, generation: int, block: int) -> Iterator[BinaryIO]:
     """This generation of an object as a file. A read asks the bucket for `block` bytes or more. What the client raises
     then is an InputError or a PassingError when it leaves the with statement, through whichever decoder it came."""
-    with named_errors("{} cannot be read as it was when the run began", url, client_errors()):
+    with named_errors("{} cannot be read as it was when the run began", url, of_files=False):
         bucket, name = url.removeprefix("gs://").split("/", 1)
         blob = connect(f"gs://{bucket}")[0].blob(name, generation=generation)
         opened = blob.open("rb", chunk_size=block, raw_download=True, **limits(RETRY_SECONDS))
@@ -357,20 +357,16 @@ def open_object(url: str, generation: int, block: int) -> Iterator[BinaryIO]:
             yield file
 
 
-def retrying(seconds: float):
-    """Tries again after what passes by itself (429, 5xx, a broken connection, no answer), for so many seconds."""
+def limits(seconds: float) -> dict[str, Any]:
+    """Of one call of the client: it tries again after what passes by itself (429, 5xx, a broken connection, no answer),
+    for so many seconds."""
     from google.cloud.storage.retry import DEFAULT_RETRY
 
-    return DEFAULT_RETRY.with_timeout(seconds)
-
-
-def limits(seconds: float) -> dict[str, Any]:
-    """Timeout and retries of one call of the client."""
-    return {"timeout": REQUEST_SECONDS, "retry": retrying(seconds)}
+    return {"timeout": min(REQUEST_SECONDS, seconds), "retry": DEFAULT_RETRY.with_timeout(seconds)}
 
 
 def list_objects(bucket, prefix: str, seconds: float) -> list:
-    return list(bucket.list_blobs(prefix=prefix, timeout=min(REQUEST_SECONDS, seconds), retry=retrying(seconds)))
+    return list(bucket.list_blobs(prefix=prefix, **limits(seconds)))
 
 
 def delete_object(bucket, name: str, generation: int | None, seconds: float) -> None:
@@ -416,35 +412,30 @@ def is_marker(name: str) -> bool:
 
 
 @contextlib.contextmanager
-def named_errors(what: str, url: str, errors: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Raises for these errors, storage_errors() where none are given, an InputError where a retry cannot help (wrong
-    name, missing rights or credentials, the local folder), else a PassingError. what: with the url at {}."""
+def named_errors(what: str, url: str, of_files: bool = True) -> Iterator[None]:
+    """Raises for storage_errors() an InputError where a retry cannot help (wrong name, missing rights or credentials,
+    the local folder), else a PassingError. what: with the url at {}."""
     from google.api_core import exceptions as api
     from google.auth import exceptions as auth
 
-    errors = errors or storage_errors()
     try:
         yield
-    except errors as error:
+    except storage_errors(of_files) as error:
         lasting = api.NotFound | api.Forbidden | api.Unauthorized | auth.DefaultCredentialsError
         cause = last_cause(error)
         wrong = isinstance(cause, lasting) or (isinstance(cause, OSError) and cause.filename)
         raise (InputError if wrong else PassingError)(f"{what.format(url)}: {reason(error, url)}") from error
 
 
-def client_errors() -> tuple[type[Exception], ...]:
-    """What the client raises when bucket, credentials or network are to blame."""
+def storage_errors(of_files: bool = True) -> tuple[type[Exception], ...]:
+    """What the client raises when bucket, credentials or network are to blame; and what the local folder raises."""
     import requests
     from google.api_core.exceptions import GoogleAPIError
     from google.auth.exceptions import GoogleAuthError
     from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
 
-    return (GoogleAPIError, GoogleAuthError, DataCorruption, InvalidResponse, requests.RequestException)
-
-
-def storage_errors() -> tuple[type[Exception], ...]:
-    """These, and what the local folder raises."""
-    return (*client_errors(), OSError)
+    found = (GoogleAPIError, GoogleAuthError, DataCorruption, InvalidResponse, requests.RequestException)
+    return (*found, OSError) if of_files else found
 
 
 def last_cause(error: Exception) -> Exception:

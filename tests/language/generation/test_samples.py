@@ -82,15 +82,15 @@ def test_a_resumed_run_writes_the_same_samples(runs):
 )
 def test_on_a_mesh_nothing_changes_and_the_text_is_that_of_one_device(tmp_path, mesh, model):
     """Rows, weights and cache are shared over eight devices; the cache by its heads."""
-    options = [*model, *RUN, "--num_steps=20", "--global_batch_size=8", "--save_every=10", "--eval_every=10"]
+    options = [*model, *RUN, "--num_steps=6", "--global_batch_size=8", "--save_every=3", "--eval_every=3"]
     options += [f"--mesh={mesh}"]
-    wanted = [["sampled", *options, "--sample_every=10", *SAMPLES[1:]], ["plain", *options]]
-    wanted += [["sampled/resumed", *options, "--sample_every=10", *SAMPLES[1:], "--resume=must"]]
+    wanted = [["sampled", *options, "--sample_every=3", *SAMPLES[1:]], ["plain", *options]]
+    wanted += [["sampled/resumed", *options, "--sample_every=3", *SAMPLES[1:], "--resume=must"]]
     environment = dict(CPU_NUM_DEVICES=8, PYTHONPATH=ROOT, XLA_FLAGS=QUICKLY_COMPILED)
     done = run("tests/transformer_worker.py", tmp_path, json.dumps(wanted), timeout=1200, **environment)
     assert done.returncode == 0, done.stderr[-3000:]
     for name in ("sampled", "resumed"):
-        assert_identical(*(state_in(tmp_path / one / "checkpoints/step_00000020") for one in (name, "plain")))
+        assert_identical(*(state_in(tmp_path / one / "checkpoints/step_00000006") for one in (name, "plain")))
     assert samples_in(tmp_path / "resumed") == samples_in(tmp_path / "sampled")
     lines = [line for line in read_lines(tmp_path / "sampled") if line["kind"] == "sample"]
     assert [line["graphs"] for line in lines] == [2, 2, 0, 0]
@@ -101,7 +101,7 @@ def test_on_a_mesh_nothing_changes_and_the_text_is_that_of_one_device(tmp_path, 
     tokenizer, asked = ask_of_run(config, tmp_path / "sampled")
     device = torch_xla.device()
     trained = load(open_source(run_dir=tmp_path / "sampled"), device)
-    found = generate(trained, asked.prompts, sampling_options(config, 20), device, asked.ends, stops=asked.stops)
+    found = generate(trained, asked.prompts, sampling_options(config, 6), device, asked.ends, stops=asked.stops)
     assert [tokenizer.decode(tokens) for tokens in found] == [line["text"] for line in lines[2:]]
 
 

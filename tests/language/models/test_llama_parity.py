@@ -1,4 +1,4 @@
-"""Every family but GPT-2 against an independent implementation: Hugging Face's, with random weights.
+"""Every family against an independent implementation: Hugging Face's, with random weights.
 
 SHAPES is the one table of small models that the tests of imports, fine-tuning, sampling and export take too.
 """
@@ -7,8 +7,8 @@ import dataclasses
 
 import pytest
 import torch
-from test_gpt_parity import adamw, relative_error
 
+from language.models.gpt import GPT
 from language.models.layers import is_matrix
 from language.models.llama import Llama
 from language.models.operations import losses
@@ -19,6 +19,7 @@ from language.weights.hf_layout import sources, their_tensors
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
 
+GPT2 = ModelShape(num_layers=3, num_heads=4, embedding_dim=64, sequence_length=512, vocab_size=300)
 TIED = LlamaShape(3, 4, 64, 128, 300, num_kv_heads=2, mlp_dim=160, tied_head=True, rope_theta=1e4)
 STRETCHED = dataclasses.replace(TIED, tied_head=False, rope_scaling=RopeScaling(8.0, original_context=64))
 UNTIED = dataclasses.replace(STRETCHED, rope_scaling=None, norm_eps=1e-6)
@@ -49,13 +50,19 @@ SHAPES = {
     "qwen3_moe": dataclasses.replace(QWEN3, family="qwen3_moe", num_experts=16, experts_per_token=4, mlp_dim=32),
     "smollm3": dataclasses.replace(TIED, num_layers=4, family="smollm3", pattern=(*["global"] * 3, "unrotated")),
 }
+FAMILIES = {"gpt2": GPT2, **SHAPES}
+
+
+def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Largest difference over the largest value: a norm-wise measure, so that entries near 0 do not decide."""
+    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 
 
 def hugging_face_model(shape: ModelShape, seed: int = 0):
-    """Random weights everywhere, norms too, so that no term of the gradient hides behind a one. GPT-2 too."""
+    """Random weights everywhere, norms and biases too, so that no term of the gradient hides behind a one."""
     config = transformers.AutoConfig.for_model(**hugging_face_config(shape))
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     mean = 1.0 - shape.conventions.norm_offset  # the weights of norms
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -64,17 +71,17 @@ def hugging_face_model(shape: ModelShape, seed: int = 0):
     return model
 
 
-def in_our_layout(tensors: dict[str, torch.Tensor], shape: LlamaShape) -> dict[str, torch.Tensor]:
+def in_our_layout(tensors: dict[str, torch.Tensor], shape: ModelShape) -> dict[str, torch.Tensor]:
     return {name: source.join(tensors.__getitem__) for name, source in sources(shape).items()}
 
 
-def our_model(theirs, shape: LlamaShape) -> Llama:
-    model = Llama(shape)
+def our_model(theirs, shape: ModelShape) -> GPT | Llama:
+    model = (Llama if isinstance(shape, LlamaShape) else GPT)(shape)
     model.load_state_dict(in_our_layout(dict(theirs.named_parameters()), shape))
     return model
 
 
-def batch(shape: LlamaShape, seed: int = 1, length: int | None = None):
+def batch(shape: ModelShape, seed: int = 1, length: int | None = None):
     size = (2, (length or shape.sequence_length) + 1)
     tokens = torch.randint(shape.vocab_size, size, generator=torch.Generator().manual_seed(seed))
     return tokens[:, :-1], tokens[:, 1:]
@@ -85,14 +92,14 @@ def their_loss(theirs, tokens, targets):
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()), logits
 
 
-def our_loss(ours: Llama, tokens, targets):
+def our_loss(ours: GPT | Llama, tokens, targets):
     logits = ours(tokens).logits
     return losses(logits, targets, ours.shape.vocab_size).sum() / targets.numel(), logits
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_logits_loss_and_every_gradient(name):
-    shape = SHAPES[name]
+    shape = FAMILIES[name]
     theirs = hugging_face_model(shape)
     ours = our_model(theirs, shape)
     (loss, logits), (found, our_logits) = their_loss(theirs, *batch(shape)), our_loss(ours, *batch(shape))
@@ -108,7 +115,7 @@ def test_logits_loss_and_every_gradient(name):
 
 
 def test_their_tensors_come_back_as_they_were():
-    for shape in SHAPES.values():
+    for shape in FAMILIES.values():
         theirs = dict(hugging_face_model(shape).named_parameters())
         ours = in_our_layout(theirs, shape)
         back = dict(their_tensors(shape, ours.__getitem__))
@@ -116,9 +123,19 @@ def test_their_tensors_come_back_as_they_were():
         assert all(torch.equal(back[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+def adamw(model, decays):
+    groups = [(True, 0.1), (False, 0.0)]
+    parameters = list(model.named_parameters())
+    return torch.optim.AdamW(
+        [{"params": [p for n, p in parameters if decays(n, p) == on], "weight_decay": wd} for on, wd in groups],
+        lr=1e-3,
+        betas=(0.9, 0.95),
+    )
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_ten_adamw_steps_stay_together(name):
-    shape = SHAPES[name]
+    shape = FAMILIES[name]
     theirs = hugging_face_model(shape, seed=2)
     ours = our_model(theirs, shape)
 
@@ -138,4 +155,5 @@ def test_ten_adamw_steps_stay_together(name):
     expected = in_our_layout(dict(theirs.named_parameters()), shape)
     # by norms: where a gradient is near 0, Adam's division makes a whole step of 1e-7 of it
     errors = {name: ((p - expected[name]).norm() / expected[name].norm()).item() for name, p in ours.named_parameters()}
-    assert max(errors.values()) < 1e-4, errors
+    bound = 1e-3 if name == "gpt2" else 1e-4  # gradients of its keys' bias are 0 but for rounding
+    assert max(errors.values()) < bound, errors

@@ -8,10 +8,11 @@ import re
 import pytest
 import torch
 import torch_xla
-from processes import Script, run
+from processes import Script
 from run_files import read_lines, summary_in
 from test_llama_parity import QWEN3
 
+import aot_tpu
 from language.models.gpt import GPT
 from language.models.llama import Llama
 from language.models.operations import losses
@@ -92,14 +93,14 @@ def test_a_run_has_the_same_losses_in_one_graph(tmp_path, more):
         assert one["gradient_norm"] == pytest.approx(other["gradient_norm"], rel=1e-4)
 
 
-def test_it_takes_less_memory():
+def test_it_takes_less_memory(forked, capsys):
     """32 sequences of 1,024 tokens, two layers of width 64 and GPT-2's 50,304 logits."""
 
     def activations(parts: int) -> int:
         options = "--dataset tokens --precision bfloat16 --model_size 124M --num_layers 2 --embedding_dim 64"
         options += f" --num_heads 1 --global_batch_size 32 --loss_parts {parts} --topology v6e-1 --plan --json"
-        done = run("aot_tpu.py", "transformer_tpu.py", *options.split())
-        return json.loads(done.stdout)[0]["memory"]["activations"]
+        assert aot_tpu.main(["transformer_tpu.py", *options.split()]) == 0
+        return json.loads(capsys.readouterr().out)[0]["memory"]["activations"]
 
     whole = 32 * 1024 * 50304 * 2
     assert activations(1) > whole and activations(8) < whole / 3

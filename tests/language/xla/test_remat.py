@@ -34,3 +34,10 @@ def test_what_is_kept_is_not_computed_again(name):
     whole = products(shape)
     again = {level: products(shape, LayerExecution(points)) - whole for level, points in LEVELS.items()}
     assert again == {level: count * shape.num_layers for level, count in AGAIN.items()}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_last_layers_compute_no_product_again(name):
+    shape = SHAPES[name]
+    again = products(shape, LayerExecution(LEVELS["inputs"], all_but=1)) - products(shape)
+    assert again == AGAIN["inputs"] * (shape.num_layers - 1) + AGAIN["products"]

@@ -423,7 +423,9 @@ def test_accumulated_gradients_are_reduced_once_a_step(more):
 def test_a_transformer_is_sharded_as_its_table_says():
     """Parameters and optimizer state alike, also where the traced step only reads them before it replaces them."""
     options = ("--mesh=2x4x1", "--num_layers=1", "--num_heads=4", "--embedding_dim=512", "--sequence_length=128")
-    memory = compiled(ROOT / "transformer_tpu.py", "--compile_for", "v5litepod-8", *options)["report.json"].memory
+    report = compiled(ROOT / "transformer_tpu.py", "--compile_for", "v5litepod-8", *options)["report.json"]
+    assert report.notes == ["layers 1, width 512, vocabulary 64"]  # what no size of a model says
+    memory = report.memory
     weights = 12 * 512**2 * 4 / 4
     assert memory["parameters"] == pytest.approx(weights, rel=0.1)
     assert memory["optimizer_state"] == pytest.approx(2 * weights, rel=0.1)
@@ -593,8 +595,8 @@ def test_a_plan_says_what_does_not_fit(forked, capsys):
     assert aot_tpu.main([str(TINY), "--topology", "v5litepod-1,v6e-1", "--plan"]) == 0
     said = capsys.readouterr().out
     assert ROOFLINE in said and PLAN_ERROR in said and ERROR not in said and LABEL not in said
-    assert aot_tpu.main([str(TINY), "--topology", "v5litepod-1", "--plan", "--search"]) == 2
-    assert "--plan does not compile, and --search needs a compiled program" in capsys.readouterr().err
+    assert aot_tpu.main([str(TINY), "--topology", "v5litepod-1", "--plan", "--picture", "x.png"]) == 2
+    assert "--plan does not compile, and --picture needs a compiled program" in capsys.readouterr().err
 
 
 def test_exit_codes_of_wrong_usage(forked, capsys):

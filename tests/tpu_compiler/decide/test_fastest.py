@@ -26,7 +26,7 @@ from tpu_compiler.decide.fastest import Search, ms_per_example, step_ms
 from tpu_compiler.decide.roofline import bounds, draw, efficiencies
 from tpu_compiler.estimate import schedule
 from tpu_compiler.estimate.reading import parse_program, read_cycles
-from tpu_compiler.estimate.report import Report, format_report, format_table
+from tpu_compiler.estimate.report import ERROR, PLAN_ERROR, PLANNED, Report, format_report, format_table
 from tpu_compiler.estimate.rules import flash_seconds, moved_bytes, ruled_ms
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.hardware import GIB, parse_topology
@@ -392,6 +392,33 @@ def test_memory_rules_out_without_a_compile():
         assert compiler.rules[1](SETTINGS | trial.changes) > 15.75
 
 
+def test_the_last_layers_are_whole_as_far_as_memory_goes():
+    settings = SETTINGS | dict(remat=True, remat_all_but=0, loss_parts=1)
+    compiler = Compiler(
+        lambda now: (100 - now["remat_all_but"]) * (1.1 if now["loss_parts"] > 1 else 1.0),
+        lambda now: 10 + 0.5 * now["remat_all_but"] - now["loss_parts"] / 8,
+        settings,
+    )
+    found = Search(compiler, ["--remat"], lambda _: None, 7200)
+    assert found.run(only=("remat_all_but", "loss_parts")).changes == {"remat_all_but": 8}
+    assert not any("remat_all_but=24" in text for text in compiler.asked), "16 did not fit, and it needs no less"
+
+
+def test_a_search_by_plans_alone_compiles_nothing(monkeypatch, capsys):
+    def plan(script, topology, options, seconds, planned=False):
+        assert planned
+        ms = 90.0 if "--attention=flash" in options else 100.0
+        facts = dict(estimated_ms=ms, estimated_per_second=64e3 / ms, settings=parse(options, {"attention": "plain"}))
+        return a_report(reason=PLANNED, compiles=False, **facts)
+
+    monkeypatch.setattr(verdict, "compile_afresh", plan)
+    monkeypatch.chdir(ROOT)
+    assert aot_tpu.main(["simple_mnist_tpu.py", "--topology", "v5litepod-8", "--search", "--plan"]) == 0
+    said = capsys.readouterr().out
+    assert "2 settings, 2 planned now" in said and "attention=flash <- best" in said
+    assert PLAN_ERROR in said and ERROR not in said and "--attention=flash" in said.splitlines()[-1]
+
+
 def test_a_plan_comes_before_minutes_of_compiling():
     """What does not fit by its plan, or is far slower by roofline, is not compiled; the answer is the same."""
 
@@ -465,10 +492,14 @@ def test_the_options_of_the_search_are_those_of_the_transformer():
     assert fastest.candidates(settings | {"mesh": "8x1x1", "num_experts": 0}, 8, True) == tried, "a dense model"
     assert {name for name, _ in tried} <= set(fastest.FIELDS)
     wanted = {"attention", "compiler_options", "gradient_accumulation_steps", "remat", "mesh", "scan_layers"}
-    assert {name for name, _ in tried} == wanted | {"global_batch_size", "remat_keep", "offload"}
+    assert {name for name, _ in tried} == wanted | {"global_batch_size", "remat_keep", "remat_all_but"} | {
+        "offload",
+        "loss_parts",
+    }
     for name, values in tried:
         for value in values:
             given = ["--preset=production", "--device=cpu", "--remat", "--remat_keep=attention", "--offload=attention"]
+            given.append("--num_layers=32")
             options = fastest.with_change(given, name, value)
             assert getattr(parse_command_line(TransformerConfig, "", options), name) == value
 
@@ -749,7 +780,8 @@ def test_the_predicted_step_is_first_and_has_everything_in_it():
     assert (r.predicted_ms_all_hidden, r.predicted_ms_nothing_hidden) == (135.0, 165.0)
     text = format_report(r)
     assert "predicted step     125.000 ms, 8,000 tokens/s, MFU 40.0% (not measured: " in text
-    assert "135.000 ms, all hidden that the schedule can hide, to 165.000, nothing hidden (MFU 37.0% to 30.3%)" in text
+    whole = "  whole step         135.000 to 165.000 ms, 7,407 to 6,061 tokens/s, MFU 37.0% to 30.3% (communication: "
+    assert whole in text and text.index(whole) < text.index("predicted step")
     assert "the compiler's estimate 100.000 ms, by rule 25.000 ms" in text and "MFU 50" not in text
     host = dataclasses.replace(r, host_transfer_ms=100.0, host_transfers={"to host": {"count": 1, "bytes": 5e6}})
     assert host.with_prediction().predicted_ms_nothing_hidden == 265.0
@@ -773,15 +805,15 @@ def test_a_billion_tokens_are_said_in_chip_hours_and_money():
     assert "a billion examples 222.2 chip-hours, cost" in format_report(a_report(unit="examples", price=1.2))
 
 
-def test_a_price_without_a_search_is_in_the_report_and_tokens_are_refused(monkeypatch, capsys):
+def test_a_price_and_tokens_without_a_search_are_in_the_report(monkeypatch, capsys):
     monkeypatch.setattr(aot_tpu, "compile_script", lambda *_: a_report())
     question = ["simple_mnist_tpu.py", "--topology", "v5litepod-8", "--price"]
     monkeypatch.chdir(ROOT)
     assert aot_tpu.main([*question, "v5e=2"]) == 0 and "cost 444.4" in capsys.readouterr().out
     assert aot_tpu.main([*question, "v6e=2"]) == 2
     assert "--price says nothing of v5e; expected the price of each kind of chip" in capsys.readouterr().err
-    assert aot_tpu.main([*question, "v5e=2", "--tokens", "1e9"]) == 2
-    assert "--tokens has no effect without --search" in capsys.readouterr().err
+    assert aot_tpu.main([*question, "v5e=2", "--tokens", "2e9"]) == 0
+    assert "2,000,000,000 tokens 55.56 hours, 444.4 chip-hours, cost 888.9\n" in capsys.readouterr().out
 
 
 def test_the_error_is_said_until_the_user_has_measured():

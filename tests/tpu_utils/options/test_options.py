@@ -101,7 +101,7 @@ def test_every_field_can_be_set_in_both_spellings(kind):
         value = another_value(kind, name)
         assert value != getattr(resolve(kind, "quick_test")[0], name)
         companions = (CIFAR_COMPANIONS if kind is CifarConfig else COMPANIONS).get(name, [])
-        for spelled in (name, name.replace("_", "-")):
+        for spelled in {name, name.replace("_", "-")}:
             given = [f"--{spelled}", str(value)]
             if isinstance(value, bool):
                 given = [f"--{spelled}" if value else f"--no_{spelled}"]
@@ -322,7 +322,7 @@ def test_help_shows_what_a_first_run_needs(capsys):
         (TransformerConfig, ["--lora_rank=8"], "lora_alpha lora_base"),
         (TransformerConfig, ["--model_size=mixtral_8x7B"], "expert_capacity balance_loss router_z_loss"),
         (TransformerConfig, ["--optimizer=muon"], "muon_momentum"),
-        (TransformerConfig, ["--remat"], "remat_keep offload scan_layers"),
+        (TransformerConfig, ["--remat"], "remat_keep remat_all_but offload scan_layers"),
         (TransformerConfig, ["--sample_every=10"], "sample_prompts"),
         (TransformerConfig, ["--mesh=2x2x1"], "print_placement context_attention"),
         (TransformerConfig, ["--num_layers=3"], "vocab_size"),

@@ -8,6 +8,7 @@ from processes import ROOT, environment_with, run
 
 from tpu_utils.base.errors import InputError
 from tpu_utils.options import variables
+from tpu_utils.options.known_flags import refusal_of_xla
 from tpu_utils.options.variables import SWITCHES, check_variables
 
 WITHOUT_TORCH_XLA = {name: module for name, module in sys.modules.items() if name != "torch_xla"}
@@ -38,7 +39,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "value", "said"), REFUSED)
-def test_what_is_refused_before_torch_xla_reads_it(monkeypatch, name, value, said):
+def test_what_is_refused_before_torch_xla_reads_it(xla_is_forked, monkeypatch, name, value, said):
     monkeypatch.setattr(variables.sys, "modules", WITHOUT_TORCH_XLA)
     with pytest.raises(InputError) as refused:
         check_variables({name: value}, "auto")
@@ -56,8 +57,12 @@ def test_what_is_refused_before_torch_xla_reads_it(monkeypatch, name, value, sai
         {"XLA_FLAGS": "--xla_allow_excess_precision=false --xla_force_host_platform_device_count=2"},
     ],
 )
-def test_what_is_not(given):
+def test_what_is_not(xla_is_forked, given):
     check_variables(given, "auto")
+
+
+def test_xla_is_asked_by_a_python_of_its_own():
+    assert refusal_of_xla("--xla_nosuch=1") == "Unknown flag in XLA_FLAGS: --xla_nosuch=1"
 
 
 def test_a_limit_of_memory_under_which_torch_does_not_load():

@@ -93,8 +93,10 @@ def through_proxy(port, monkeypatch):
     monkeypatch.setattr(storage, "REQUEST_SECONDS", 10.0)  # a loaded machine is no fault
     monkeypatch.setattr(storage, "CHUNK_BYTES", 2**20)
     monkeypatch.setattr(storage, "LOG_SECONDS", 0.5)
-    retrying = storage.retrying
-    monkeypatch.setattr(storage, "retrying", lambda seconds: retrying(seconds).with_delay(initial=0.05, maximum=0.5))
+    limits, quick = storage.limits, dict(initial=0.05, maximum=0.5)
+    monkeypatch.setattr(
+        storage, "limits", lambda s: (found := limits(s)) | {"retry": found["retry"].with_delay(**quick)}
+    )
     yield proxy
     proxy.close()
 

@@ -217,25 +217,11 @@ def test_scalars_of_a_module_are_data_of_one_program(device):
     assert (model.count.item(), model.share.item()) == (4, 0.5**4)
 
 
-def test_scalars_of_a_module_that_the_run_does_not_know_are_named(device):
-    with pytest.raises(RecompileError, match=r"; model.count, model.share, model.temperature is a scalar, .*track"):
-        steps_with(Scaled(22).to(device), tracked=False)
-
-
-def test_a_buffer_computed_on_the_device_is_named(device):
-    model = Scaled(23).to(device)
+def computed(size: int) -> Scaled:
+    """Its buffer is the result of an operation, which may still be to be done."""
+    model = Scaled(size).to(torch_xla.device())
     model.scale = model.scale * 0.5
-    with pytest.raises(RecompileError, match=r"before step 1 of step, .*; model.scale \(aten::mul\) was still to be"):
-        steps_with(model)
-
-
-def test_what_the_message_on_a_computed_buffer_advises_works(device):
-    on_host, settled = Scaled(24), Scaled(25).to(device)
-    on_host.scale = on_host.scale * 0.5
-    settled.scale = settled.scale * 0.5
-    torch_xla.sync()
-    for model in (on_host.to(device), settled):
-        assert steps_with(model) is model, "it raises RecompileError for a second graph"
+    return model
 
 
 class Late(Scaled):
@@ -246,12 +232,13 @@ class Late(Scaled):
         return super().forward(x)
 
 
-def test_a_buffer_that_a_step_creates_is_named_and_what_the_message_advises_works(device):
-    with pytest.raises(RecompileError, match=r"step 2 .*: buffer model.seen \(float32\[26\]\) was created in a step"):
-        steps_with(Late(26).to(device))
-    model = Late(27)
-    model.register_buffer("seen", torch.zeros(27))
-    steps_with(model.to(device))
+def test_what_the_messages_on_buffers_advise_works(device):
+    on_host, settled, registered = Scaled(24), computed(25), Late(27)
+    on_host.scale = on_host.scale * 0.5
+    torch_xla.sync()
+    registered.register_buffer("seen", torch.zeros(27))
+    for model in (on_host.to(device), settled, registered.to(device)):
+        assert steps_with(model) is model, "it raises RecompileError for a second graph"
 
 
 class Growing(Scaled):
@@ -260,14 +247,9 @@ class Growing(Scaled):
         return super().forward(self.scale)
 
 
-def test_a_buffer_that_grows_is_named(device):
-    with pytest.raises(RecompileError, match=r": model.scale was float32\[28\], is float32\[56\] in the step after"):
-        steps_with(Growing(28).to(device))
-
-
-class Remembering(torch.nn.Linear):
-    def __init__(self):
-        super().__init__(30, 2)
+class Remembering(Scaled):
+    def __init__(self, size: int):
+        super().__init__(size)
         self.means = []
 
     def forward(self, x):
@@ -276,41 +258,39 @@ class Remembering(torch.nn.Linear):
         return y
 
 
-def test_a_list_that_grows_is_named(device):
-    @one_graph
-    def step(model, x):
-        return model(x)
-
-    with pytest.raises(RecompileError, match=r"model\.means was of 0 items, is of 1 items in the step after: that is"):
-        calls(step, [(Remembering().to(device), torch.ones(4, 30).to(device))] * 2)
-
-
-class Fading(torch.nn.Linear):
+class Fading(Scaled):
     """A rate that ends at zero, and a count of calls that is no part of the program."""
 
-    def __init__(self):
-        super().__init__(31, 2)
-        self.rate, self.count = 0.5, 0
+    def __init__(self, size: int):
+        super().__init__(size)
+        self.rate, self.calls = 0.5, 0
 
     def forward(self, x):
-        self.count += 1
+        self.calls += 1
+        self.rate = 0.5 if self.calls < 4 else 0.0
         return super().forward(x) if self.rate == 0 else super().forward(x) * 3
 
 
-def test_a_number_of_a_module_that_changes_is_named(device):
-    model, x = Fading().to(device), torch.ones(4, 31).to(device)
+# what a module keeps or changes: (its class, a size that no other program has, what is said)
+MODULES = {
+    "a buffer computed on the device": (computed, 23, r"before step 1 .*; model.scale \(aten::mul\) was still to be"),
+    "a buffer that a step creates": (Late, 26, r"step 2 .*: buffer model.seen \(float32\[26\]\) was created in a step"),
+    "a buffer that grows": (Growing, 28, r": model.scale was float32\[28\], is float32\[56\] in the step after"),
+    "a list that grows": (Remembering, 30, r"model\.means was of 0 items, is of 1 items in the step after: that is"),
+    "a number that changes": (Fading, 31, r": model\.rate was 0\.5, is 0\.0 in the step after: that is"),
+}
 
-    @one_graph
-    def step(model, x):
-        return model(x)
 
-    def later():
-        yield from [(model, x)] * 3
-        model.rate = 0.0
-        yield model, x
+@pytest.mark.parametrize("name", MODULES)
+def test_what_a_module_keeps_or_changes_is_named(device, name):
+    kind, size, said = MODULES[name]
+    with pytest.raises(RecompileError, match=said):
+        steps_with(kind(size).to(device))
 
-    with pytest.raises(RecompileError, match=r": model\.rate was 0\.5, is 0\.0 in the step after: that is"):
-        calls(step, later())
+
+def test_scalars_of_a_module_that_the_run_does_not_know_are_named(device):
+    with pytest.raises(RecompileError, match=r"; model.count, model.share, model.temperature is a scalar, .*track"):
+        steps_with(Scaled(22).to(device), tracked=False)
 
 
 def test_a_scalar_that_is_another_program_the_second_time_is_named(device):
@@ -348,22 +328,6 @@ def test_a_layer_that_is_frozen_or_put_into_eval_mode_later_is_named(device):
 
 
 # --------------------------------------------------------------------------------- a function by itself, without a run
-def test_a_function_by_itself_has_one_graph_whatever_else_computes(device):
-    model = torch.nn.Linear(11, 2).to(device)
-    total = torch.zeros(1).to(device) + 2  # a graph of its own, and no concern of the function
-
-    @one_graph
-    def double(x):
-        """Twice."""
-        return model(x) * 2
-
-    for rows in (3, 3, 3):
-        total = total + double(torch.ones(rows, 11).to(device)).sum()
-    assert total.item() != 2 and double.__doc__ == "Twice."
-    with pytest.raises(RecompileError, match=r"^call 4 compiled graph 2 of double, .*: x was float32\[3, 11\], is fl"):
-        double(torch.ones(2, 11).to(device))
-
-
 def test_a_function_by_itself_that_reads_what_has_its_value_is_stopped(device):
     """torch_xla computes nothing for it, so there is neither a second graph nor an error."""
     scale = torch.ones(5).to(device)
@@ -435,7 +399,7 @@ def train_step(x, labels):
 x, labels = torch.randn(100, 32), torch.randint(4, (100,))
 for start in range(0, 100, 32):
     loss = train_step(x[start:start + 32].to(device), labels[start:start + 32].to(device))
-    print(loss.item())
+    print((loss * 2).item())  # a graph of its own, and no concern of the step
 """
 READING = SCRIPT.replace("    loss.backward()", "    print(loss)\n    loss.backward()")
 

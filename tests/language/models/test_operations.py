@@ -1,7 +1,10 @@
-"""Operations for torch's compiler beside those written for the TPU: values and gradients."""
+"""Operations of the models: values and gradients beside PyTorch's, and those for torch's compiler beside them."""
 
 import pytest
 import torch
+import torch_xla
+from processes import run
+from test_llama_parity import relative_error
 
 from language.models import layers, operations
 
@@ -51,6 +54,49 @@ def test_values_and_gradients_are_equal(name, dtype):
     for ours, theirs in zip(*found, strict=True):
         assert ours.dtype == theirs.dtype
         torch.testing.assert_close(theirs, ours, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("length, window", [*((1024, w) for w in (0, 1, 100, 512, 700, 1023)), (2048, 0)])
+def test_slices_of_queries_and_a_window_are_the_whole_square(length, window):
+    """Six slices that are not all as long, and eight; keys before the window of a slice take no part, in both passes; a
+    window that is a tensor, as in a loop, too. Heads are grouped; against PyTorch's own attention."""
+    values = [torch.randn(1, length, heads, 8, generator=torch.Generator().manual_seed(0)) for heads in (4, 2, 2)]
+    here = torch.arange(length)
+    is_seen = (here[None] <= here[:, None]) & (here[None] > here[:, None] - (window or length))
+    q, k, v = (x.clone().transpose(1, 2).requires_grad_() for x in values)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_seen, enable_gqa=True).transpose(1, 2)
+    (expected * torch.arange(8)).sum().backward()
+    for how in (window, window and torch.tensor(window, dtype=torch.int32)):
+        inputs = [x.clone().requires_grad_() for x in values]
+        found, _ = operations.causal_attention(inputs[0] * 8**-0.5, *inputs[1:], window=how)
+        (found * torch.arange(8)).sum().backward()
+        gradients = [x.grad.transpose(1, 2) for x in (q, k, v)]
+        for a, b in zip([found, *(x.grad for x in inputs)], [expected, *gradients], strict=True):
+            assert (a - b).abs().max() < 1e-5 * b.abs().max().clamp(min=1.0)  # a window of 1: gradients of q, k are 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradient_of_a_bias_is_the_sum_over_positions(dtype):
+    """bfloat16 is summed by a product with ones, which adds up in float32 and rounds once."""
+    values = torch.randn(4, 256, 3, 8, generator=torch.Generator().manual_seed(0)) + 1.0  # sums of about 1,024
+    x, bias, grad = torch.zeros(4, 256, 3, 8, dtype=dtype), torch.ones(3, 8, dtype=dtype), values.to(dtype)
+    expected = grad.double().sum((0, 1))
+    x, bias, grad = (t.to(torch_xla.device()) for t in (x, bias, grad))
+    out = operations.add_bias(x, bias.requires_grad_())
+    out.backward(grad)
+    assert out.cpu().eq(1).all() and bias.grad.dtype == dtype
+    assert relative_error(bias.grad.cpu().double(), expected) < (2**-8 if dtype == torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_flash_and_plain_attention_agree(num_devices):
+    """Outputs and gradients, with grouped heads, packed documents, a window, and rows that are taken in parts, on one
+    device and on a mesh of fsdp and tensor axes."""
+    result = run("tests/flash_in_graph.py", PYTHONPATH=".", PJRT_DEVICE="CPU", CPU_NUM_DEVICES=str(num_devices))
+    assert result.returncode == 0, result.stderr
+    differences = [float(value) for value in result.stdout.split()]
+    assert len(differences) == 24 and max(differences) < 2e-6, differences
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,14 +1,16 @@
 """Run by test_context.py: attention over sequences that devices share, on XLA's CPU devices.
 
-    PJRT_DEVICE=CPU CPU_NUM_DEVICES=4|8 python context_in_graph.py
+    PJRT_DEVICE=CPU CPU_NUM_DEVICES=4|8 python context_in_graph.py whole documents window
 
 jax interprets the Pallas kernels. Prints how far each way of context_attention.py, with plain and with flash attention,
 is from plain attention over the whole: the largest difference of the output and of each gradient, relative to the
-largest value. Three times: grouped heads; the same with two documents in the first row; and with a window of 140
-positions, the queries of a device in two parts, as those are whose gradient does not fit on the chip at once.
+largest value. For each case asked for: whole, grouped heads; documents, the same with two in the first row; window,
+these and a window of 140 positions, the queries of a device in two parts, as those are whose gradient does not fit on
+the chip at once.
 """
 
 import re
+import sys
 from functools import partial
 
 import numpy as np
@@ -34,7 +36,8 @@ T, K, heads = 1024, 64, (8, 4, 4, 8)  # pieces of 128, a block each
 generator = torch.Generator().manual_seed(0)
 starts = torch.zeros(2, T, dtype=torch.int32)
 starts[0, 450:] = 450
-for documents, window in ((None, 0), (starts, 0), (starts, 140)):
+cases = {"whole": (None, 0), "documents": (starts, 0), "window": (starts, 140)}
+for documents, window in (cases[name] for name in sys.argv[1:]):
     flash_kernels.ON_CHIP = 128 * K if window else 1 << 19
     values = [torch.randn(2, T, count, K, generator=generator) for count in heads]
     values[0] /= K**0.5  # the attentions expect q divided by sqrt(K)

@@ -18,9 +18,10 @@ import torch_xla
 torch.set_num_threads(1)  # as the scripts that tests start
 
 # the longest first: of two workers none is left alone with one of them at the end
-LONGEST = "cluster lessons torch_compile_backend docs aot_tpu any_slice transformer_tpu distributed simple_mnist"
-LONGEST += " keep_running context families experts speedrun gpu_benchmark compiler_flags samples calibrate aot_modules"
-LONGEST += " torture page onnx storage gpt_parity nonfinite"
+LONGEST = "cluster lessons torch_compile_backend docs storage aot_tpu any_slice transformer_tpu evaluate distributed"
+LONGEST += " simple_mnist keep_running generate given_program context families experts speedrun gpu_benchmark"
+LONGEST += " compiler_flags samples calibrate aot_modules torture page onnx make_it_yours memory_checkpoints setup_tpu"
+LONGEST += " fine_tuning nonfinite"
 
 
 def pytest_collection_modifyitems(items):

@@ -7,10 +7,12 @@ import os
 import resource
 import signal
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
+
+from tpu_utils.base.errors import InputError
 
 DEEP = "[" * 100_000
 NOT_JSON = [b"", b"\xff\xfe\x00", DEEP.encode(), b'{"a":' * 100_000, b"\0" * 50, b"{", b"nul", b'"\xed\xa0\x80"']
@@ -87,6 +89,21 @@ def no_hang(seconds: float = 20):
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def refusals(path: Path, contents: Iterable[bytes], read: Callable[[], object], named: str = "") -> int:
+    """How many contents of a file read() refuses by an InputError that names it; any other error is a crash. named:
+    what messages call the file, where it is not its name."""
+    refused = 0
+    for content in contents:
+        path.write_bytes(content)
+        with no_hang():
+            try:
+                read()
+            except InputError as error:
+                assert (named or path.name) in str(error), error
+                refused += 1
+    return refused
 
 
 @contextlib.contextmanager

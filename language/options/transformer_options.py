@@ -292,7 +292,7 @@ def check_transformer(config: TransformerConfig) -> list[str]:
         from language.options.llama_shape import check_llama
 
         problems += check_llama(config, shape)
-    return [*problems, *check_data(config), *check_steps(config)]
+    return [*problems, *check_run(config)]
 
 
 def check_shape(config: TransformerConfig, shape: ModelShape) -> list[str]:
@@ -328,8 +328,8 @@ def check_shape(config: TransformerConfig, shape: ModelShape) -> list[str]:
     return problems
 
 
-def check_data(config: TransformerConfig) -> list[str]:
-    """What stands against the data source and its options."""
+def check_run(config: TransformerConfig) -> list[str]:
+    """What stands against the data source, the batch, the number of steps and the mesh."""
     problems = []
     smallest = SMALLEST_VOCAB_SIZE.get(config.dataset, 1)
     if config.vocab_size and config.vocab_size < smallest:
@@ -339,12 +339,6 @@ def check_data(config: TransformerConfig) -> list[str]:
             f"stream_lanes ({config.stream_lanes}) must divide global_batch_size ({config.global_batch_size}); try "
             f"{math.gcd(config.stream_lanes, config.global_batch_size)}"
         )
-    return problems
-
-
-def check_steps(config: TransformerConfig) -> list[str]:
-    """What stands against the batch, the number of steps and the mesh."""
-    problems = []
     if config.global_batch_size % config.gradient_accumulation_steps:
         problems.append(
             f"global_batch_size ({config.global_batch_size}) must be divisible by gradient_accumulation_steps "

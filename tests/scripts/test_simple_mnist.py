@@ -30,10 +30,10 @@ FINAL = "checkpoints/step_00000066"
 
 @pytest.fixture(scope="module")
 def quick_test(tmp_path_factory):
-    """The first README command, in a folder of its own."""
+    """A quarter of the first README command, in a folder of its own."""
     run_dir = tmp_path_factory.mktemp("quick") / "run"
     began = time.time()
-    result = run("simple_mnist_tpu.py", "--run_dir", run_dir, cold=True)
+    result = run("simple_mnist_tpu.py", "--num_epochs=10", "--run_dir", run_dir, cold=True)
     assert result.returncode == 0, result.stderr
     return run_dir, result, began
 
@@ -46,10 +46,17 @@ def uninterrupted(tmp_path_factory):
     return run_dir
 
 
+@pytest.mark.slow
+def test_the_first_command_ends_with_the_accuracy_that_it_says(tmp_path):
+    result = run("simple_mnist_tpu.py", "--run_dir", tmp_path / "run", cold=True)
+    assert result.returncode == 0, result.stderr
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["test_accuracy"] >= 0.98
+
+
 def test_first_command_learns_with_one_graph_and_uploads_nothing_but_the_batch(quick_test):
     run_dir, result, began = quick_test
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["test_accuracy"] >= 0.98
+    assert summary["test_accuracy"] >= 0.97
     assert (summary["train_graphs"], summary["eval_graphs"]) == (1, 1)
     assert summary["host_to_device_uploads_per_step"] == 0
     assert sum(summary["goodput"].values()) == pytest.approx(summary["seconds"])
@@ -64,15 +71,15 @@ def test_first_command_leaves_a_complete_run_directory(quick_test):
     lines = read_lines(run_dir)
     assert {line["kind"] for line in lines} == {"train", "eval", "checkpoint"}
     train = [line for line in lines if line["kind"] == "train"]
-    assert [line["step"] for line in train] == list(range(20, 881, 20))
+    assert [line["step"] for line in train] == list(range(20, 221, 20))
     fields = "loss learning_rate step_seconds examples_per_second mfu data_wait_seconds host_seconds"
     assert train[-1].keys() >= set(fields.split())
     assert all(line["wait_seconds"] >= 0 for line in lines if line["kind"] == "checkpoint")
     assert train[-1]["mfu"] is None, "the peak of a CPU is not known"
-    assert len([line for line in lines if line["kind"] == "eval"]) == 40
+    assert len([line for line in lines if line["kind"] == "eval"]) == 10
     assert json.loads((run_dir / "config.json").read_text())["preset"] == "quick_test"
     kept = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
-    assert kept == ["step_00000600", "step_00000800", "step_00000880"]
+    assert kept == ["step_00000200", "step_00000220"]
     assert list((run_dir / "tensorboard").glob("events.out.tfevents.*"))
 
 

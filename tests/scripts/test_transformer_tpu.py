@@ -359,7 +359,7 @@ def test_buckets_and_hellaswag(tmp_path):
 @pytest.mark.slow
 def test_quick_test_ends_within_5_percent_of_the_floor(tmp_path):
     """As a user runs it: no options but where to write."""
-    result = run("transformer_tpu.py", "--run_dir", tmp_path / "run", cold=True)
+    result = run("transformer_tpu.py", "--run_dir", tmp_path / "run")
     assert result.returncode == 0, result.stderr[-3000:]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["validation_loss"] < 1.05 * summary["loss_floor"]

@@ -69,20 +69,30 @@ def test_layout_is_the_one_llmc_reads(tmp_path, tensors):
     assert values[-1] == tensors["final_ln_bias"][-1] and values[-D - 1] == tensors["final_ln_weight"][-1]
 
 
-def test_debug_state_checks_and_a_changed_one_does_not(tmp_path, tensors, capsys):
-    model, good, bad = tmp_path / "model.bin", tmp_path / "good.bin", tmp_path / "bad.bin"
+@pytest.fixture
+def files(tmp_path, tensors):
+    """(weights, their debug state, both as files; the state)."""
+    model, state = tmp_path / "model.bin", tmp_path / "state.bin"
     llmc_weights.write_model(model, SHAPE, tensors)
-    tokens = torch.randint(SHAPE.vocab_size, (2, 13), dtype=torch.int32)
-    state = llmc_weights.compute_debug_state(SHAPE, tensors, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-    write_debug_state(good, SHAPE, state)
-    read = llmc_weights.read_debug_state(good, SHAPE)
+    tokens = torch.randint(SHAPE.vocab_size, (2, 9), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    found = llmc_weights.compute_debug_state(SHAPE, tensors, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    write_debug_state(state, SHAPE, found)
+    return model, state, found
+
+
+def test_debug_state_checks_and_a_changed_one_does_not(files, capsys):
+    """Nor one that is no number."""
+    model, path, state = files
+    read = llmc_weights.read_debug_state(path, SHAPE)
     assert torch.equal(read.tokens, state.tokens) and torch.equal(read.logits, state.logits)
     assert all(torch.equal(read.gradients[name], gradient) for name, gradient in state.gradients.items())
-    assert convert_llmc.main(["check", str(model), str(good)]) == 0
-    state.gradients["qkv_weight"].mul_(1.1)
-    write_debug_state(bad, SHAPE, state)
-    assert convert_llmc.main(["check", str(model), str(bad)]) == 1
-    assert "DIFFERS" in capsys.readouterr().out
+    assert convert_llmc.main(["check", str(model), str(path)]) == 0
+    gradients = state.gradients | {"qkv_weight": state.gradients["qkv_weight"] * 1.1}
+    nowhere = torch.full_like(state.logits, torch.nan)
+    for change in (dict(gradients=gradients), dict(loss=float("nan")), dict(logits=nowhere)):
+        write_debug_state(path, SHAPE, dataclasses.replace(state, **change))
+        assert convert_llmc.main(["check", str(model), str(path)]) == 1
+        assert "DIFFERS" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -149,19 +159,8 @@ def test_help_is_no_mistake(tmp_path, capsys):
         assert stop.value.code == code and said in captured.out + captured.err
 
 
-@pytest.fixture
-def files(tmp_path, tensors):
-    """(weights, their debug state), as files."""
-    model, state = tmp_path / "model.bin", tmp_path / "state.bin"
-    llmc_weights.write_model(model, SHAPE, tensors)
-    tokens = torch.randint(SHAPE.vocab_size, (2, 9), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
-    found = llmc_weights.compute_debug_state(SHAPE, tensors, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-    write_debug_state(state, SHAPE, found)
-    return model, state
-
-
 def test_no_damage_of_weights_or_states_is_a_crash(files):
-    model, state = files
+    model, state, _ = files
     for path, words, read in (
         (model, 8, llmc_weights.read_model),
         (state, 4, lambda path: llmc_weights.read_debug_state(path, SHAPE)),
@@ -196,15 +195,6 @@ def test_a_state_with_tokens_outside_the_vocabulary_is_refused(files, word, valu
     files[1].write_bytes(content)
     with pytest.raises(InputError, match=rf"state.bin: token {value}, expected 0 to 199"):
         llmc_weights.read_debug_state(files[1], SHAPE)
-
-
-def test_a_state_that_is_no_number_does_not_agree(files, tensors, capsys):
-    state = llmc_weights.read_debug_state(files[1], SHAPE)
-    for name in ("loss", "logits"):
-        value = float("nan") if name == "loss" else state.logits.clone().fill_(float("nan"))
-        write_debug_state(files[1], SHAPE, dataclasses.replace(state, **{name: value}))
-        assert convert_llmc.main(["check", str(files[0]), str(files[1])]) == 1
-        assert "DIFFERS" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["FIFO", "folder", "character device"])

@@ -238,14 +238,6 @@ def test_bad_input_gives_one_message_and_exit_code_2(tmp_path, monkeypatch, caps
         raise InputError(message)
 
 
-def test_as_users_run_it(tmp_path):
-    folder = make_run(tmp_path / "a")
-    result = run("tools.plot_run", folder, folder)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == f"{folder}/plot.png\n"
-    assert run("tools.plot_run").returncode == 2
-
-
 def test_with_its_script_what_a_run_misreads_is_drawn_too(tmp_path, capsys):
     options = ["--device=cpu", "--num_epochs=1", "--warmup_steps=2", "--channels=4", "--hidden_dim=8"]
     assert in_process(*options, "--run_dir", tmp_path / "run") == 0

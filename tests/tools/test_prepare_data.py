@@ -187,8 +187,7 @@ def test_shards_from_elsewhere_are_not_replaced(tmp_path, monkeypatch, capsys):
 
 
 def test_hellaswag_questions(tmp_path, monkeypatch):
-    record = dict(ctx="A man sits", label=2, endings=["down", "up", "still", "by"])
-    (tmp_path / "q.jsonl").write_text(json.dumps(record) + "\n")
+    (tmp_path / "q.jsonl").write_text(json.dumps(QUESTION) + "\n")
     assert prepare(monkeypatch, tmp_path / "q.jsonl", "--output", tmp_path / "out", "--hellaswag") == 0
     (question,) = llmc_files.read_hellaswag(tmp_path / "out" / "hellaswag_val.bin", 257)
     assert question.label == 2 and bytes(question.context.astype(np.uint8)) == b"A man sits"

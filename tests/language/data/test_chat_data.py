@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mutations import at_most, make_irregular, mutated, no_hang
+from mutations import at_most, make_irregular, mutated, no_hang, refusals
 
 from language.data import chat as chat_data
+from language.data import tokenizer
 from language.data.chat import (
     FORMATS,
     TEMPLATES,
@@ -35,27 +36,23 @@ MORE = ["<bos>", "<start_of_turn>", "<end_of_turn>", "<s>", "[INST]", "[/INST]",
 MORE += ["<|assistant|>", "<|end|>", "<|endoftext|>", "<|endofprompt|>", "|||IP_ADDRESS|||"]
 
 
-class Bytes:
-    """A tokenizer of bytes, with special tokens behind the end of a document. parses: sees them in a text too."""
-
-    end = begin = 256
+class Bytes(tokenizer.Bytes):
+    """With special tokens behind the end of a document. parses: sees them in a text too."""
 
     def __init__(self, special=(), parses=False):
-        self.special, self.parses = list(special), parses
+        self.special = list(special)
+        self.parses = parses
         self.vocab_size = 257 + len(self.special)
 
     def encode(self, text):
         if self.parses and self.special:
             pieces = re.split("(" + "|".join(map(re.escape, self.special)) + ")", text)
             return [t for p in pieces for t in ([self.token(p)] if p in self.special else p.encode())]
-        return list(text.encode())
+        return super().encode(text)
 
     def decode(self, tokens):
         names = ["<end>", *self.special]
         return b"".join(bytes([t]) if t < 256 else names[t - 256].encode() for t in tokens).decode()
-
-    def lost(self, text, tokens):
-        return Counter()
 
     def token(self, name):
         return 257 + self.special.index(name) if name in self.special else None
@@ -69,44 +66,40 @@ MESSAGES = [
     {"role": "user", "content": " Who?\n"},
     {"role": "assistant", "content": "Me"},
 ]
-# what apply_chat_template() of each model's tokenizer gives for MESSAGES, tokenize=False
-EXPECTED = {
-    "plain": "<end>System: Be brief.\nUser: Hi\nAssistant:  Hello\n<end>\nUser:  Who?\n\nAssistant: Me<end>\n",
+# what apply_chat_template() of each model's tokenizer gives for MESSAGES, tokenize=False; what is learnt in \x01...\x02
+MARKED = {
+    "plain": "<end>System: Be brief.\nUser: Hi\nAssistant:\1  Hello\n<end>\2\nUser:  Who?\n\nAssistant:\1 Me<end>\2\n",
     "chatml": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
-    "<|im_start|>assistant\n Hello\n<|im_end|>\n<|im_start|>user\n Who?\n<|im_end|>\n"
-    "<|im_start|>assistant\nMe<|im_end|>\n",
+    "<|im_start|>assistant\n\1 Hello\n<|im_end|>\2\n<|im_start|>user\n Who?\n<|im_end|>\n"
+    "<|im_start|>assistant\n\1Me<|im_end|>\2\n",
     "qwen3": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
-    "<|im_start|>assistant\n Hello\n<|im_end|>\n<|im_start|>user\n Who?\n<|im_end|>\n"
-    "<|im_start|>assistant\n<think>\n\n</think>\n\nMe<|im_end|>\n",
+    "<|im_start|>assistant\n\1 Hello\n<|im_end|>\2\n<|im_start|>user\n Who?\n<|im_end|>\n"
+    "<|im_start|>assistant\n<think>\n\n</think>\n\n\1Me<|im_end|>\2\n",
     "llama3": "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
     "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
-    "Hello<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nWho?<|eot_id|>"
-    "<|start_header_id|>assistant<|end_header_id|>\n\nMe<|eot_id|>",
-    "gemma": "<bos><start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\nHello<end_of_turn>\n"
-    "<start_of_turn>user\nWho?<end_of_turn>\n<start_of_turn>model\nMe<end_of_turn>\n",
-    "mistral": "<s>[INST] Hi[/INST] Hello</s>[INST] Be brief.\n\n Who?\n[/INST] Me</s>",
-    "phi4": "<|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|> Hello\n<|end|><|user|> Who?\n<|end|>"
-    "<|assistant|>Me<|end|><|endoftext|>",
-    "olmo2": "<|endoftext|><|system|>\nBe brief.\n<|user|>\nHi\n<|assistant|>\n Hello\n<|endoftext|>\n"
-    "<|user|>\n Who?\n\n<|assistant|>\nMe<|endoftext|>",
+    "\1Hello<|eot_id|>\2<|start_header_id|>user<|end_header_id|>\n\nWho?<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n\1Me<|eot_id|>\2",
+    "gemma": "<bos><start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\n\1Hello<end_of_turn>\2\n"
+    "<start_of_turn>user\nWho?<end_of_turn>\n<start_of_turn>model\n\1Me<end_of_turn>\2\n",
+    "mistral": "<s>[INST] Hi[/INST]\1 Hello</s>\2[INST] Be brief.\n\n Who?\n[/INST]\1 Me</s>\2",
+    "phi4": "<|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>\1 Hello\n<|end|>\2<|user|> Who?\n<|end|>"
+    "<|assistant|>\1Me<|end|>\2<|endoftext|>",
+    "olmo2": "<|endoftext|><|system|>\nBe brief.\n<|user|>\nHi\n<|assistant|>\n\1 Hello\n<|endoftext|>\2\n"
+    "<|user|>\n Who?\n\n<|assistant|>\n\1Me<|endoftext|>\2",
 }
-ANSWERS = {
-    "plain": "  Hello\n<end> Me<end>",
-    "chatml": " Hello\n<|im_end|>Me<|im_end|>",
-    "qwen3": " Hello\n<|im_end|>Me<|im_end|>",
-    "llama3": "Hello<|eot_id|>Me<|eot_id|>",
-    "gemma": "Hello<end_of_turn>Me<end_of_turn>",
-    "mistral": " Hello</s> Me</s>",
-    "phi4": " Hello\n<|end|>Me<|end|>",
-    "olmo2": " Hello\n<|endoftext|>Me<|endoftext|>",
-}
+EXPECTED = {format: re.sub("[\1\2]", "", text) for format, text in MARKED.items()}
+ANSWERS = {format: re.findall("(?s)\1(.*?)\2", text) for format, text in MARKED.items()}
+
+
+def learnt(tokens, targets) -> str:
+    return EVERY.decode([token for token, target in zip(tokens, targets, strict=True) if target])
 
 
 @pytest.mark.parametrize("format", EXPECTED)
 def test_a_format_is_the_models_own_and_answers_alone_count(format):
     tokens, targets = format_chat(MESSAGES, format, EVERY)
     assert EVERY.decode(tokens) == EXPECTED[format]
-    assert EVERY.decode([token for token, target in zip(tokens, targets, strict=True) if target]) == ANSWERS[format]
+    assert learnt(tokens, targets) == "".join(ANSWERS[format])
 
 
 @pytest.mark.parametrize("format", EXPECTED)
@@ -131,8 +124,7 @@ def test_special_tokens_are_those_of_the_template_whatever_a_text_holds(format):
         tokens, targets = format_chat(chat, format, EVERY)
         assert special(tokens) == special(format_chat(MESSAGES, format, EVERY)[0])
         assert all(text.strip() in EVERY.decode(tokens) for text in texts)
-        learnt = EVERY.decode([token for token, target in zip(tokens, targets, strict=True) if target])
-        assert all(text.strip() in learnt for text in texts[2::2])
+        assert all(text.strip() in learnt(tokens, targets) for text in texts[2::2])
     for mark in map(chr, range(0xD800, 0xD805)):
         with pytest.raises(InputError, match="expected UTF-8 text"):
             format_chat([MESSAGES[1], MESSAGES[2] | {"content": f"a{mark}"}], format, EVERY)
@@ -293,7 +285,6 @@ def said(content="4", **keys) -> bytes:
         (b'{"text": "x"}', "it has 'text', expected messages, or prompt and completion"),
         (b'{"prompt": "x", "completion": ["y"]}', "the content of message 2 is list, expected a text"),
         (b'{"messages": {}}', "messages is dict, expected a list"),
-        (b'{"messages": []}', "it has no message of the assistant"),
         (b'{"messages": [{"role": "user", "content": "x"}]}', "it has no message of the assistant"),
         (b'{"messages": ["x"]}', "the role of message 1 is None, expected system, user, assistant"),
         (b'{"messages": [{"role": "tool", "content": "x"}]}', "the role of message 1 is 'tool', expected system, user"),
@@ -308,9 +299,6 @@ def said(content="4", **keys) -> bytes:
         (said(weight="0"), "message 2 has weight '0'"),
         (said(train=[]), "message 2 has train []"),
         (said(weight=0), "it has no answer to learn"),
-        (said(train=False), "it has no answer to learn"),
-        (said(loss=False, weight=1), "it has no answer to learn"),
-        (said(trainable=False), "it has no answer to learn"),
         (said(loss_scale=0.3), "message 2 has loss_scale 0.3, expected 0 or 1 beside an answer"),
         (said(channel="analysis"), "message 2 has channel, which is not read here"),
         (said(recipient="functions.add"), "message 2 has recipient"),
@@ -322,7 +310,6 @@ def said(content="4", **keys) -> bytes:
             "message 1 has train True, expected 0 or 1 beside an answer",
         ),
         (b'{"prompt": "x", "completion": "y", "weight": 0}', "it has weight 0, expected 0 or 1 beside an answer"),
-        (b'{"prompt": "x", "completion": "y", "weight": 2}', "it has weight 2"),
         (b'{"prompt": "x", "completion": "y", "system": "Be brief."}', "it has system"),
         (b'{"messages": [{"role": "assistant", "content": "y"}], "tools": [{"type": "function"}]}', "it has tools"),
         (b'{"prompt": "\\ud800", "completion": "y"}', "surrogates not allowed"),
@@ -351,9 +338,7 @@ def test_an_answer_of_weight_0_is_read_and_not_learnt(tmp_path, format, mark):
     ((_, chat),) = read_chats(tmp_path / "x.jsonl")
     tokens, targets = format_chat(chat, format, EVERY)
     assert tokens == format_chat(MESSAGES, format, EVERY)[0], "the same text"
-    last = ANSWERS[format].index("Me") - (format in ("plain", "mistral"))
-    learnt = EVERY.decode([token for token, target in zip(tokens, targets, strict=True) if target])
-    assert learnt == ANSWERS[format][last:]
+    assert learnt(tokens, targets) == ANSWERS[format][1]
 
 
 @pytest.mark.parametrize("value", [None, "", [], {}, False])
@@ -384,16 +369,12 @@ def test_keys_without_effect_and_empty_answers_are_counted_once(tmp_path, capsys
     ("content", "message"),
     [
         (b'[{"prompt": "a", "completion": "b"}]', "x.jsonl is one JSON array; expected one JSON object a line; jq"),
-        ('{"prompt": "a", "completion": "b"}'.encode("utf-16"), "x.jsonl is UTF-16"),
-        (b'[\n {"prompt": "a", "completion": "b"}\n]\n', "x.jsonl is one JSON array"),
-        (b"[" + b" " * (1 << 24) + b"]", "x.jsonl is one JSON array"),
-        (b'{\n "prompt": "a", "completion": "b"\n}\n', "x.jsonl has objects of several lines; expected one JSON"),
         (b'\xef\xbb\xbf{"prompt": "a", "completion": "b"}\n', None),
         (gzip.compress(b'{"prompt": "a", "completion": "b"}'), "x.jsonl is packed by gzip; expected one JSON object"),
         (b"\x28\xb5\x2f\xfd", "x.jsonl is packed by zstd"),
         (b"PAR1", "x.jsonl is parquet; expected one JSON object a line; python -c"),
     ],
-    ids=range(9),
+    ids=range(5),
 )
 def test_json_of_another_form_is_named(tmp_path, content, message):
     (tmp_path / "x.jsonl").write_bytes(content)
@@ -426,13 +407,8 @@ def test_many_bad_lines_are_counted(tmp_path):
 def test_damaged_files_are_read_or_refused(tmp_path):
     path = tmp_path / "x.jsonl"
     content = "".join(json.dumps({"messages": messages}) + "\n" for _, messages in random_chats(3)).encode()
-    for damaged in mutated(content, 150):
-        path.write_bytes(damaged)
-        try:
-            with at_most(1 << 20), no_hang():
-                read_chats(path)
-        except InputError as error:
-            assert str(path) in str(error)
+    with at_most(1 << 21):
+        assert 50 < refusals(path, mutated(content, 150), lambda: read_chats(path)) < 150
 
 
 def test_what_is_no_file_is_refused(tmp_path):

@@ -82,21 +82,18 @@ WRITERS = {
     "stream": lambda path: write_documents(path, ["some words"] * 20),
 }
 ENDING = {"tokens": "bin", "text": "txt", "chat": "jsonl", "stream": "jsonl"}
+LINKS = {"link": os.symlink, "hard link": os.link, "copy": shutil.copy}
 
 
-@pytest.mark.parametrize("how", ["same", "link", "hard link", "copy", "another way"])
+@pytest.mark.parametrize("how", ["same", "another way", *LINKS])
 @pytest.mark.parametrize("dataset", WRITERS)
 def test_a_file_for_validation_is_not_trained_on(tmp_path, dataset, how):
     """One file, by whatever name: as part of a pattern or a folder it was trained on, and validated on."""
     (tmp_path / "d").mkdir()
     name, other = f"d/a.{ENDING[dataset]}", f"v.{ENDING[dataset]}"
     WRITERS[dataset](tmp_path / name)
-    if how == "link":
-        (tmp_path / other).symlink_to(tmp_path / name)
-    elif how == "hard link":
-        os.link(tmp_path / name, tmp_path / other)
-    elif how == "copy":
-        shutil.copy(tmp_path / name, tmp_path / other)
+    if how in LINKS:
+        LINKS[how](tmp_path / name, tmp_path / other)
     else:
         other = name if how == "same" else f"d/../{name}"
     trained = "d" if dataset in ("text", "chat", "stream") else f"d/*.{ENDING[dataset]}"

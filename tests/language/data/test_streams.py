@@ -7,6 +7,7 @@ from itertools import islice
 import numpy as np
 import pytest
 from documents import write_corpus, write_documents
+from test_tokenizer import LOSSY, trained
 
 from language.data import stream as streams
 from language.data.stream import Position, turns_of
@@ -290,10 +291,10 @@ def test_what_cannot_work_is_said_before_torch_is_imported(corpus, changes, said
 
 def test_tokens_are_those_of_the_tokenizer_document_by_document(tmp_path, corpus, capsys):
     folder, _ = corpus
-    path = word_tokenizer(tmp_path)
-    config = config_of(folder, tokenizer=str(path), vocab_size=300, stream_lanes=1, validation_data="val.jsonl")
+    path = str(trained(tmp_path))
+    config = config_of(folder, tokenizer=path, vocab_size=300, stream_lanes=1, validation_data="val.jsonl")
     reading = streams.reading_of(config)
-    tokenizer, (window,) = load_tokenizer(str(path)), islice(streams.windows_of(reading, 0, Position()), 1)
+    tokenizer, (window,) = load_tokenizer(path), islice(streams.windows_of(reading, 0, Position()), 1)
     expected = [token for text in window.texts for token in (tokenizer.end, *tokenizer.encode(text))]
     batches, _ = batches_of(config, 1, range(2))
     found = np.concatenate(batches)[:, :-1].reshape(-1)[: len(expected)].tolist()
@@ -306,32 +307,15 @@ def test_tokens_are_those_of_the_tokenizer_document_by_document(tmp_path, corpus
 @pytest.mark.parametrize("place", [0, 20])
 def test_a_tokenizer_that_loses_what_is_trained_on_is_refused(tmp_path, place):
     """Also in a file that is not the first, and where documents for validation are others, which it has."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
     latin = ["the cat sat on the mat"] * 40
     for number in range(21):
         foreign = abs(number - place) < 5
         write_documents(tmp_path / f"part_{number:02}.jsonl", ["\u65e5\u672c\u8a9e" * 9] * 40 if foreign else latin)
     write_documents(tmp_path / "val.jsonl", latin[1:])
-    made = Tokenizer(models.BPE(unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.train_from_iterator(latin, trainers.BpeTrainer(special_tokens=["<|endoftext|>", "[UNK]"]))
-    made.save(str(tmp_path / "tokenizer.json"))
+    LOSSY["BPE"]().save(str(trained(tmp_path) / "tokenizer.json"))
     config = config_of(tmp_path, tokenizer=str(tmp_path), vocab_size=300, stream_lanes=1, validation_data="val.jsonl")
     with pytest.raises(InputError, match=r"documents to train on: the tokenizer loses [\d,]+ of [\d,]+ characters"):
         load_sequences(config)
-
-
-def word_tokenizer(folder):
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
-    made.train_from_iterator(["xxxx 12: 345: xxxxxxxx"] * 20, trainer)
-    made.save(str(folder / "tokenizer.json"))
-    return folder / "tokenizer.json"
 
 
 @pytest.mark.parametrize(

@@ -96,13 +96,20 @@ def test_on_eight_devices_too(tmp_path, reference):
         check(tmp_path / name, reference[name.split("_")[0]], evaluated)
 
 
-@pytest.mark.slow
-def test_each_way_of_attention_is_attention_over_the_whole():
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(("whole", "window"), marks=pytest.mark.slow),  # a window with documents
+        pytest.param(("documents",), marks=pytest.mark.exhaustive),  # the window's case without a window
+    ],
+)
+def test_each_way_of_attention_is_attention_over_the_whole(cases):
     """Plain and flash, gathered and exchanged: outputs and gradients, with grouped heads, documents and a window."""
-    result = run("tests/context_in_graph.py", PYTHONPATH=".", PJRT_DEVICE="CPU", CPU_NUM_DEVICES="4", timeout=1200)
+    place = dict(PYTHONPATH=".", PJRT_DEVICE="CPU", CPU_NUM_DEVICES="4")
+    result = run("tests/context_in_graph.py", *cases, timeout=1200, **place)
     assert result.returncode == 0, result.stderr
     differences = [float(value) for value in result.stdout.split()]
-    assert len(differences) == 48 and max(differences) < 2e-6, differences
+    assert len(differences) == 16 * len(cases) and max(differences) < 2e-6, differences
 
 
 @pytest.mark.parametrize(

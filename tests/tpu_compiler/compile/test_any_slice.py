@@ -312,32 +312,46 @@ def test_options_that_cannot_be(options, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_an_environment_is_made_once_said_before_and_all_or_nothing(tmp_path, monkeypatch):
+@pytest.fixture
+def install(monkeypatch, tmp_path):
+    """What is said while an environment is made. Its packages come once there is tmp_path/network."""
     said = []
 
     def install(folder):
         assert len(said) == 1 and "libtpu==0.0.52" in said[0] and str(tmp_path) in said[0] and " GB" in said[0]
-        (folder / "half").write_text("")
+        (folder / "bin").mkdir()
         if not (tmp_path / "network").exists():
             raise newest.NewestError("no network")
         (folder / newest.VERSIONS).write_text('{"jax": "0.10.2", "libtpu": "0.0.52"}')
 
     monkeypatch.setattr(newest, "_install", install)
     monkeypatch.setattr(newest, "index_says", lambda folder: "the index")
+    return said
+
+
+def test_an_environment_is_made_once_said_before_and_all_or_nothing(install, tmp_path, monkeypatch):
+    """And closed to others, whatever the umask."""
+    made = tmp_path / "made"
     with pytest.raises(newest.NewestError):
-        newest.make_environment(tmp_path / "made", said.append)
-    assert not (tmp_path / "made").exists()
+        newest.make_environment(made, install.append)
+    assert not made.exists()
     (tmp_path / "network").write_text("")
-    said.clear()
-    for _ in range(2):
-        assert newest.make_environment(tmp_path / "made", said.append) == tmp_path / "made"
-    assert len(said) == 2 and said[1] == "the index"
+    install.clear()
+    before = os.umask(0)
+    try:
+        for _ in range(2):
+            assert newest.make_environment(made, install.append) == made
+        assert os.umask(0) == 0
+    finally:
+        os.umask(before)
+    assert len(install) == 2 and install[1] == "the index"
+    assert [(made / name).stat().st_mode & 0o022 for name in ("", "bin", newest.VERSIONS)] == [0, 0, 0]
+    (made / newest.VERSIONS).write_text('{"jax": []}')
+    with pytest.raises(InputError, match="expected versions of jax and libtpu"):
+        newest.make_environment(made, install.append)
     monkeypatch.setattr(newest, "NEEDED_GIB", 1e9)
     with pytest.raises(InputError, match=r"GiB free; expected"):
-        newest.make_environment(tmp_path / "other", said.append)
-    (tmp_path / "made" / newest.VERSIONS).write_text('{"jax": []}')
-    with pytest.raises(InputError, match="expected versions of jax and libtpu"):
-        newest.make_environment(tmp_path / "made", said.append)
+        newest.make_environment(tmp_path / "other", install.append)
 
 
 @pytest.mark.parametrize(
@@ -368,22 +382,6 @@ def test_an_environment_that_others_can_change_is_not_run(fake_environment):
     with pytest.raises(InputError, match="Too many levels of symbolic links"):
         newest.make_environment(thesis.with_name("other"), print)
     assert thesis.read_text() == "years of work"
-
-
-def test_the_environment_is_closed_to_others_whatever_the_umask(tmp_path, monkeypatch):
-    def install(folder):
-        (folder / "bin").mkdir()
-        (folder / newest.VERSIONS).write_text('{"jax": "0.10.2", "libtpu": "0.0.52"}')
-
-    monkeypatch.setattr(newest, "_install", install)
-    monkeypatch.setattr(newest, "index_says", lambda folder: "")
-    before = os.umask(0)
-    try:
-        made = newest.make_environment(tmp_path / "made", print)
-        assert os.umask(0) == 0
-    finally:
-        os.umask(before)
-    assert [(made / name).stat().st_mode & 0o022 for name in ("", "bin", newest.VERSIONS)] == [0, 0, 0]
 
 
 def test_the_default_folder_belongs_to_the_pins(monkeypatch, tmp_path):

@@ -1,6 +1,7 @@
 """aot_tpu.py --hlo: programs that jax wrote (tests/jax_program.py), held against what jax says of them itself."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from jaxlib._jax import HloModule
 from mutations import mutated
 from processes import ROOT, run
 
@@ -15,6 +17,7 @@ import aot_tpu
 from tpu_compiler import given
 from tpu_compiler.decide import search
 from tpu_compiler.estimate.report import Report
+from tpu_compiler.given_program import read_program
 from tpu_utils.base.hardware import GIB
 
 FORMS = ("shardy.mlir", "shardy.txt", "exported.bin", "portable.bytecode", "gspmd.mlir")
@@ -33,9 +36,25 @@ def ask(capsys, *arguments) -> Report:
     return Report(**json.loads(capsys.readouterr().out)[0])
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_memory_is_what_jax_says_itself(programs, forked, capsys, form):
-    r = ask(capsys, "--hlo", programs / form, "--topology", "v6e-8")
+def test_each_form_is_the_same_program(programs):
+    """Its inputs, what it overwrites, its operations and their shapes; so one of them is compiled for all."""
+
+    def said(form):
+        traced = read_program(programs / form)
+        text = HloModule.from_serialized_hlo_module_proto(traced.hlo).to_string()
+        return traced.partitions, traced.shardy, traced.donated, sorted(re.findall(r" = (.*?[a-z])\(", text))
+
+    expected = said("shardy.mlir")
+    assert expected[:2] == (8, True) and len(expected[3]) > 50
+    assert all(said(form) == expected for form in FORMS if form != "gspmd.mlir")
+
+
+@pytest.mark.parametrize("form, partitioner", [("shardy.mlir", "Shardy"), ("gspmd.mlir", "GSPMD")])
+def test_memory_is_what_jax_says_itself(programs, forked, monkeypatch, capsys, tmp_path, form, partitioner):
+    monkeypatch.setenv("AOT_TPU_CACHE", str(tmp_path))
+    question = ["--hlo", str(programs / form), "--topology", "v6e-8"]
+    assert aot_tpu.main([*question, "--json"]) == 0
+    r = Report(**json.loads(capsys.readouterr().out)[0])
     stats = json.loads((programs / "memory.json").read_text())
     assert r.devices == 8 and r.fits and set(r.collectives) == {"all-gather", "reduce-scatter"}
     assert r.memory["inputs"] == stats["argument_size_in_bytes"]
@@ -46,6 +65,11 @@ def test_memory_is_what_jax_says_itself(programs, forked, capsys, form):
     assert any(kind.startswith("product ") for kind, _ in r.costliest_operations)
     if form == "shardy.mlir":  # with debug_info
         assert any(line.startswith("jax_program.py:") for line, _ in r.costliest_lines), r.costliest_lines
+    assert aot_tpu.main(question) == 0  # what is kept of the compile, for people
+    said = capsys.readouterr().out
+    for words in ("compiles and fits (SPMD over 8 devices)", "predicted step", "costliest kinds"):
+        assert words in said
+    assert f"sharded by {partitioner}" in said
 
 
 @pytest.mark.slow
@@ -67,13 +91,6 @@ def test_a_program_needs_no_attributes(forked, capsys, tmp_path):
     assert aot_tpu.main(["--hlo", f"{tmp_path}/plain.mlir", "--topology", "v6e-1", "--plan", "--json"]) == 0
     (report,) = json.loads(capsys.readouterr().out)
     assert report["memory"]["inputs"] == 4 << 20 == pytest.approx(report["memory"]["activations"], abs=4096)
-
-
-def test_the_report_says_what_costs(programs, capfd):
-    assert aot_tpu.main(["--hlo", str(programs / "shardy.mlir"), "--topology", "v6e-8", "--no_cache"]) == 0
-    said = capfd.readouterr().out
-    for words in ("compiles and fits (SPMD over 8 devices)", "predicted step", "costliest kinds", "sharded by Shardy"):
-        assert words in said
 
 
 def test_what_cannot_be_asked(programs, forked, capsys, tmp_path):

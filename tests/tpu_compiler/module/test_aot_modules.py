@@ -226,27 +226,14 @@ def test_weights_take_no_memory_and_stay_tied(mine):
 
 
 @pytest.mark.parametrize(
-    "name, message",
-    [
-        ("Nat", r"nets.py has no 'Nat'; did you mean Net\?"),
-        ("broken", r"(?s)broken cannot be built: TypeError.*'size'.*--arguments gives it arguments"),
-        ("a_number", "a_number returned a int; expected a torch.nn.Module"),
-        ("config", "is a module; expected a class"),
-        ("downloads", "asked the network for https://example.invalid/weights while it was built"),
-        ("pretrained", "asked the network for https://download.pytorch.org/models/resnet18"),
-    ],
-)
-def test_what_is_no_module_to_ask_about(mine, name, message, tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    connect, getaddrinfo = socket.socket.connect, socket.getaddrinfo
-    with pytest.raises(InputError, match=message):
-        module_build.build(question(f"{mine}:{name}", "--inputs", "float32[1]"), [])
-    assert (socket.socket.connect, socket.getaddrinfo) == (connect, getaddrinfo)
-
-
-@pytest.mark.parametrize(
     "target, message",
     [
+        ("nets.py:Nat", r"nets.py has no 'Nat'; did you mean Net\?"),
+        ("nets.py:broken", r"(?s)broken cannot be built: TypeError.*'size'.*--arguments gives it arguments"),
+        ("nets.py:a_number", "a_number returned a int; expected a torch.nn.Module"),
+        ("nets.py:config", "is a module; expected a class"),
+        ("nets.py:downloads", "asked the network for https://example.invalid/weights while it was built"),
+        ("nets.py:pretrained", "asked the network for https://download.pytorch.org/models/resnet18"),
         ("no_such_package.models:Net", "no module named 'no_such_package'"),
         ("torchvision.model:resnet50", r"no module named 'torchvision.model'.*did you mean torchvision.models\?"),
         ("torchvision.models:resnet51", r"did you mean resnet50\?|did you mean resnet1"),
@@ -254,9 +241,13 @@ def test_what_is_no_module_to_ask_about(mine, name, message, tmp_path, monkeypat
         ("hf:google/gemma-2-2b", "google/gemma-2-2b: no such file; .* on this machine: nothing is downloaded"),
     ],
 )
-def test_names_that_are_not_there(mine, target, message):
+def test_what_is_no_module_to_ask_about(mine, target, message, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.chdir(mine.parent)
+    connect, getaddrinfo = socket.socket.connect, socket.getaddrinfo
     with pytest.raises(InputError, match=message):
         module_build.build(question(target, "--inputs", "float32[1]"), [])
+    assert (socket.socket.connect, socket.getaddrinfo) == (connect, getaddrinfo)
 
 
 def test_a_configuration_of_hugging_face(mine, nets):
@@ -288,16 +279,22 @@ def probed(target, *options):
     return module_trace.probe(asked, lambda: model(*args, **kwargs))
 
 
+def line_of(mark: str) -> int:
+    """Where NETS has it."""
+    return NETS[: NETS.index(mark)].count("\n") + 1
+
+
 def test_what_xla_cannot_trace_is_named_with_its_line(mine, capfd):
-    line = NETS.splitlines().index("            if x.sum() > 0:  # READS") + 1
-    with pytest.raises(InputError, match=rf"it reads the value of a tensor on the host .*nets.py:{line} \(if x.sum"):
-        probed(f"{mine}:reads", "--inputs", "float32[4,4]")
-    with pytest.raises(InputError, match=r"XLA has no operation for aten::linalg_eig, .* at .*nets.py"):
-        probed(f"{mine}:lacks", "--inputs", "float32[4,4]")
-    with pytest.raises(InputError, match=r"fails with these inputs: RuntimeError: .*nets.py"):
-        probed(f"{mine}:Block", "--inputs", "float32[8,5]", "--arguments", "width=4")
-    with pytest.raises(InputError, match=r"takes no 'token'; expected one of tokens; did you mean tokens\?"):
-        probed(f"{mine}:Net", "--inputs", "token=int32[8,16]", "--arguments", "width=4")
+    reads = rf"it reads the value of a tensor on the host .*nets.py:{line_of('# READS')} \(if x.sum"
+    for name, inputs, message in (
+        ("reads", "float32[4,4]", reads),
+        ("lacks", "float32[4,4]", r"XLA has no operation for aten::linalg_eig, .* at .*nets.py"),
+        ("Block", "float32[8,5]", r"fails with these inputs: RuntimeError: .*nets.py"),
+        ("Net", "token=int32[8,16]", r"takes no 'token'; expected one of tokens; did you mean tokens\?"),
+    ):
+        arguments = ["--arguments", "width=4"] if name in ("Block", "Net") else []
+        with pytest.raises(InputError, match=message):
+            probed(f"{mine}:{name}", "--inputs", inputs, *arguments)
     assert "Unexpected Execution" not in capfd.readouterr().err
     output, flops = probed(f"{mine}:Net", "--inputs", "tokens=int32[8,16]", "--arguments", "width=4")
     assert output["logits"].shape == (8, 16, 256) and flops == 2 * 8 * 16 * (2 * 2 * 4 * 16 + 2 * 4 * 256)
@@ -408,8 +405,7 @@ def test_a_training_step_at_two_levels(forked, nets, capsys, tmp_path):
         assert r.memory["optimizer_state"] == pytest.approx(weights, rel=0.05)
         names = dict(r.costliest_modules)
         assert {"layers.0.up", "layers.1.down backward", "head backward"} <= names.keys(), names
-        line = NETS.splitlines().index(next(text for text in NETS.splitlines() if "# BLOCK" in text)) + 1
-        assert f"nets.py:{line}" in dict(r.costliest_lines)
+        assert f"nets.py:{line_of('# BLOCK')}" in dict(r.costliest_lines)
     assert (plain.level, least.level) == ("conservative", "aggressive")
     assert any("2 blocks (layers.0 to layers.1) are recomputed" in note for note in least.notes)
     assert least.flops > plain.flops

@@ -22,6 +22,18 @@ from tpu_utils.step.optim import make_optimizer, step_optimizer
 LINEAR = ["torch.nn:Linear", "--arguments", "in_features=4,out_features=4", "--inputs", "float32[8,4]"]
 
 
+def run_lowered(graph, inputs, state) -> list:
+    """What the recorded step gives, run by jax on the CPU. state: a tensor for each of its inputs."""
+    arrays = [tensor.detach().numpy().copy() for tensor in state]
+    assert [array.shape for array in arrays] == [tuple(tensor.shape) for tensor in inputs]
+    return jax.jit(lambda *given: list(module_through_torch.Lowering(graph).run(*given)))(*arrays)
+
+
+def check(found, expected, rtol: float = 1e-4, atol: float = 1e-5) -> None:
+    for ours, torchs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, torchs.detach(), rtol, atol)
+
+
 def test_what_is_asked_through_torch_xla_alone():
     options = ["--inputs", "int32[8,4]", "--through", "torch", "--level", "balanced,aggressive"]
     with pytest.raises(InputError, match=r"through is torch and level is aggressive; expected another level"):
@@ -44,8 +56,7 @@ def test_gradients_that_torchax_lacks():
     how = ([2, 2], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False])
     *found, bias = module_through_torch.convolution_backward(*arrays, None, *how)
     assert bias is None
-    for ours, torchs in zip(found, expected, strict=True):
-        np.testing.assert_allclose(ours, torchs, rtol=1e-4, atol=1e-4)
+    check(found, expected, atol=1e-4)
     pooled, places = torch.nn.functional.max_pool2d(x, 3, 2, 1, return_indices=True)
     gradient = torch.randn_like(pooled)
     (expected,) = torch.autograd.grad(pooled, x, gradient)
@@ -59,8 +70,7 @@ def test_lowerings_that_replace_torchaxs():
     wanted = torch.native_layer_norm(x, [32], weight, bias, 1e-5)
     arrays = [tensor.numpy() for tensor in (x, weight, bias)]
     found = module_through_torch.layer_norm(jax.numpy.asarray(arrays[0]), [32], *arrays[1:], 1e-5)
-    for ours, torchs in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(ours, torchs, rtol=1e-4, atol=1e-5)
+    check(found, wanted)
     for approximate in ("none", "tanh"):
         wanted = torch.nn.functional.gelu(x, approximate=approximate)
         np.testing.assert_allclose(module_through_torch.gelu(arrays[0], approximate), wanted, rtol=1e-5, atol=1e-6)
@@ -69,9 +79,7 @@ def test_lowerings_that_replace_torchaxs():
     np.testing.assert_array_equal(found, torch.nn.functional.embedding(places, x[0]))
     for how in ({}, dict(dim=[0, -1], correction=0, keepdim=True)):
         wanted = torch.var_mean(x, **how)
-        found = module_through_torch.var_mean(arrays[0], how.pop("dim", None), **how)
-        for ours, torchs in zip(found, wanted, strict=True):
-            np.testing.assert_allclose(ours, torchs, rtol=1e-5)
+        check(module_through_torch.var_mean(arrays[0], how.pop("dim", None), **how), wanted, rtol=1e-5)
     for index in (torch.randint(32, (4, 6, 1)), torch.randint(32, (4, 6, 3)), torch.randint(32, (2, 6, 1))):
         found = module_through_torch.gather(arrays[0], -1, index.numpy())
         np.testing.assert_array_equal(found, x.gather(-1, index))
@@ -104,15 +112,12 @@ def test_the_lowered_step_is_torchs():
     optimizer = make_optimizer(TrainConfig(optimizer="sgd"), model.parameters())
     state = [*model.parameters(), *model.buffers(), *(v for held in optimizer.state.values() for v in held.values())]
     x, targets, rate = torch.randn(4, 3, 8, 8), torch.arange(4), torch.full((1,), 0.01)
-    arrays = [tensor.detach().numpy().copy() for tensor in (*state, x, rate, targets)]
-    assert [array.shape for array in arrays] == [tuple(tensor.shape) for tensor in inputs]
     assert roles.count("optimizer_state") == 8 and roles[-3:] == ("inputs",) * 3
-    found = jax.jit(lambda *given: list(module_through_torch.Lowering(graph).run(*given)))(*arrays)
+    found = run_lowered(graph, inputs, (*state, x, rate, targets))
     loss = torch.nn.functional.cross_entropy(model(x), targets)
     loss.backward()
     step_optimizer(optimizer, rate, None, "stop")
-    for ours, torchs in zip(found, (loss, *state), strict=True):
-        np.testing.assert_allclose(ours, torchs.detach(), rtol=1e-4, atol=1e-5)
+    check(found, (loss, *state))
 
 
 class Attention(torch.nn.Module):
@@ -130,13 +135,11 @@ class Attention(torch.nn.Module):
 def test_lowered_attention_is_torchs():
     asked = modules.parse_question("m:Attention", ["--inputs", "float32[2,6,8]", "--mode", "forward"], "v5e-1")
     model, x = Attention().eval(), torch.randn(2, 6, 8)
-    graph, *_, flops = module_through_torch.record(asked, "conservative", model, [x.to("meta")], {}, {}, [])
+    graph, inputs, *_, flops = module_through_torch.record(asked, "conservative", model, [x.to("meta")], {}, {}, [])
     assert flops == 2 * 2 * 6 * 8 * (24 + 8 + 24) + 2 * (2 * 2 * 2 * 6 * 6 * (4 + 4))  # layers, and twice attention
     products = [node.target for node in graph.graph.nodes]
     assert products.count(torch.ops.aten.addmm.default) == 1  # torch gives its last layer rows; elsewhere bias is last
-    arrays = [tensor.detach().numpy() for tensor in (*model.parameters(), x, torch.zeros(1))]
-    (found,) = jax.jit(lambda *given: list(module_through_torch.Lowering(graph).run(*given)))(*arrays)
-    np.testing.assert_allclose(found, model(x).detach(), rtol=1e-4, atol=1e-5)
+    check(run_lowered(graph, inputs, (*model.parameters(), x, torch.zeros(1))), [model(x)])
 
 
 class Tied(torch.nn.Module):
@@ -157,10 +160,7 @@ def test_a_tied_weight_is_one_input():
     asked = modules.parse_question("m:Tied", ["--inputs", "int64[2,6]", "--mode", "forward"], "v5e-1")
     model, x = Tied(), torch.randint(16, (2, 6))
     graph, inputs, *_ = module_through_torch.record(asked, "conservative", model, [x.to("meta")], {}, {}, [])
-    arrays = [tensor.detach().numpy() for tensor in (*model.parameters(), x, torch.zeros(1))]
-    assert [array.shape for array in arrays] == [tuple(tensor.shape) for tensor in inputs]
-    (found,) = jax.jit(lambda *given: list(module_through_torch.Lowering(graph).run(*given)))(*arrays)
-    np.testing.assert_allclose(found, model(x).detach(), rtol=1e-4, atol=1e-5)
+    check(run_lowered(graph, inputs, (*model.parameters(), x, torch.zeros(1))), [model(x)])
 
 
 def test_a_mesh_shards_weights_and_their_moments_before_and_after_the_step():
@@ -208,10 +208,7 @@ def test_a_lowered_decoding_step_is_torchs():
         for tensor in held:
             tensor.normal_()
         state = [*made.parameters(), *held, *made.buffers(), tokens.int(), position, torch.zeros(1)]
-        arrays = [tensor.detach().numpy().copy() for tensor in state]
+        token, *kept = run_lowered(graph, given, state)
         expected = module_cache.decode_forward(made, cache, tokens, position)[:, -1].argmax(-1)
-    assert [array.shape for array in arrays] == [tuple(tensor.shape) for tensor in given]
-    token, *kept = jax.jit(lambda *given: list(module_through_torch.Lowering(graph).run(*given)))(*arrays)
     assert token.tolist() == expected.tolist() and len(kept) == len(held) == 4
-    for ours, torchs in zip(kept, held, strict=True):
-        np.testing.assert_allclose(ours, torchs, rtol=1e-4, atol=1e-5)
+    check(kept, held)

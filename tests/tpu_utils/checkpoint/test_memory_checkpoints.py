@@ -42,7 +42,8 @@ def killed(run_dir: Path, memory: Path, *options: object, after: int = 15, numbe
 
 def go_on(run_dir: Path, memory: Path, *options: object) -> subprocess.CompletedProcess:
     """In a process like that of the run that was killed: bits are compared."""
-    return run("simple_mnist_tpu.py", f"--run_dir={run_dir}", f"--memory_dir={memory}", "--resume=auto", *options)
+    words = [f"--run_dir={run_dir}", f"--memory_dir={memory}", "--resume=auto", TINY[1]]  # which says how to compile
+    return run("simple_mnist_tpu.py", *words, *options)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +125,7 @@ def test_what_the_killed_run_had_in_memory_is_used_whatever_this_one_keeps_there
         make_strays(folder, newest + 1)
         make_strays(run_dir / "checkpoints", 1)
     options = {"off": ["--save_memory_every=0"], "elsewhere": [f"--memory_dir={tmp_path / 'other'}"]}.get(change, [])
-    done = run("simple_mnist_tpu.py", f"--run_dir={run_dir}", "--resume=must", *options)
+    done = run("simple_mnist_tpu.py", f"--run_dir={run_dir}", "--resume=must", TINY[1], *options)
     assert done.returncode == 0 and f"memory     held the checkpoint of step {newest}:" in done.stdout, done.stderr
     assert f"resumed    after step {newest} of" in done.stdout
     assert not folder.exists() and not list((tmp_path / "other").iterdir())

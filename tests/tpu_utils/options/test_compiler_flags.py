@@ -88,8 +88,8 @@ def test_the_options_reach_the_compiler():
 
 @pytest.mark.slow
 def test_without_windowed_einsum_no_chain_of_sends():
-    options = ("--mesh=1x8x1", "--embedding_dim=512", "--num_heads=4", "--sequence_length=512", "--num_layers=1")
-    options += ("--precision=bfloat16", "--compile_for=v5litepod-8")
+    options = ("--mesh=1x8x1", "--embedding_dim=256", "--num_heads=2", "--sequence_length=256", "--num_layers=1")
+    options += ("--vocab_size=512", "--precision=bfloat16", "--compile_for=v5litepod-8")
     found = {}
     for more in ("--no_windowed_einsum", "--windowed_einsum"):
         with tempfile.TemporaryDirectory() as folder:

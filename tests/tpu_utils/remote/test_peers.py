@@ -25,7 +25,7 @@ from tpu_utils.remote import meeting as peers_module
 from tpu_utils.remote import wire
 from tpu_utils.remote.meeting import Meeting, meet_replicas, wait_for_peers
 from tpu_utils.remote.secret import read_secret
-from tpu_utils.remote.wire import Link, Listener, ProofError, WireError
+from tpu_utils.remote.wire import Link, Listener, WireError
 
 SECRET = b"a secret of the run's own"
 HOME = "127.0.0.1"
@@ -86,8 +86,6 @@ def test_an_error_of_the_first_process_is_raised_on_all_by_its_name():
         first, second = run(lambda p: outcome(p.from_first, lambda: fails(ZeroDivisionError("zero"))))
         assert type(first) is ZeroDivisionError
         assert type(second) is TrainingError and str(second) == "process 0: ZeroDivisionError: zero"
-        # a name is looked up among the errors of this project alone: nothing else is made, nothing is called
-        run(lambda p: p._from_hub({"error": "run_script", "message": "x"}) if p.index == 0 else None)
 
 
 @pytest.mark.parametrize(
@@ -363,10 +361,6 @@ def test_a_secret_comes_from_a_file_that_nobody_else_may_read(tmp_path):
 def test_an_address_of_another_machine_cannot_be_listened_on():
     with pytest.raises(DeviceError, match=r"this host cannot listen on 192\.0\.2\.1:0, its own address in the slice"):
         peers_module._listen(Meeting(["192.0.2.1"] * 2, SECRET), 0)
-
-
-def test_errors_are_of_the_kinds_that_scripts_report():
-    assert issubclass(WireError, OSError) and issubclass(ProofError, WireError)
 
 
 def test_replicas_meet_on_loopback_with_a_secret_of_their_own(monkeypatch):

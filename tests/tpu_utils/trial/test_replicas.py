@@ -75,8 +75,15 @@ def finish(replica, optimizer, rates, metrics, loss):
     metrics.record(mean_loss, norm)
 
 
-def try_step(train_step, ignored=False, body=None, **more):
-    """What a script does with a step of DDP before it compiles it. more: modules that the step is given too."""
+def try_step(loss, ignored=False, body=None, couples=False, **others):
+    """What a script does with a step of DDP before it compiles it. loss: a function of replica, images, labels and
+    others: a critic."""
+
+    @one_graph(couples_examples=couples)
+    def train_step(replica, optimizer, rates, metrics, images, labels, config, critic=None):
+        others = [critic] if critic else []
+        finish(replica, optimizer, rates, metrics, loss(replica, images.float(), labels.long(), *others))
+
     torch.manual_seed(0)
     config, model = MnistConfig(optimizer="sgd"), nn.Sequential(body or nn.Linear(6, 5))
     host = torch.device("cpu")
@@ -96,21 +103,16 @@ def try_step(train_step, ignored=False, body=None, **more):
     plain = SimpleNamespace(config=config, device=host, in_plain_pytorch=contextlib.nullcontext)
     plain.examples = (images[:11], labels[:11]), evaluate, model, 0
     batch, rates = [images, labels], torch.tensor([0.1])
-    arguments = (DistributedDataParallel(model), optimizer, rates, metrics, *batch, config, *more.values())
-    unsaved = Unsaved(Tracked(dict(model=model, optimizer=optimizer, metrics=metrics, **more)))
+    arguments = (DistributedDataParallel(model), optimizer, rates, metrics, *batch, config, *others.values())
+    unsaved = Unsaved(Tracked(dict(model=model, optimizer=optimizer, metrics=metrics, **others)))
     check_training(plain, train_step, arguments, {}, batch, unsaved)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_parts_of_a_batch_give_the_gradients_of_the_whole(name, capsys):
-    ignored, loss_of, said = LOSSES[name]
-
-    @one_graph
-    def train_step(replica, optimizer, rates, metrics, images, labels, config):
-        finish(replica, optimizer, rates, metrics, loss_of(replica(images.float()), labels.long()))
-
+    ignored, loss, said = LOSSES[name]
     with pytest.raises(InputError, match=said) if said else contextlib.nullcontext():
-        try_step(train_step, ignored)
+        try_step(lambda replica, images, labels: loss(replica(images), labels), ignored)
     assert said or "check" not in capsys.readouterr().out
     assert device.replica_tried.get() is None and world_size() == 1
 
@@ -118,17 +120,16 @@ def test_parts_of_a_batch_give_the_gradients_of_the_whole(name, capsys):
 def test_a_second_network_that_ddp_does_not_have_is_refused():
     """Its gradients would be those of a replica's part, and each replica would have another one."""
 
-    @one_graph(couples_examples=True)
-    def train_step(replica, optimizer, rates, metrics, images, labels, config, critic):
+    def loss(replica, images, labels, critic):
         F.cross_entropy(critic(images), labels).backward()
         with torch.no_grad():
             for parameter in critic.parameters():
                 parameter.sub_(0.1 * parameter.grad)
         critic.zero_grad(set_to_none=True)
-        finish(replica, optimizer, rates, metrics, F.cross_entropy(replica(images), labels))
+        return F.cross_entropy(replica(images), labels)
 
     with pytest.raises(InputError, match=r"leaves critic.weight, critic.bias unlike on two replicas"):
-        try_step(train_step, critic=nn.Linear(6, 5))
+        try_step(loss, couples=True, critic=nn.Linear(6, 5))
 
 
 class Queue(nn.Linear):
@@ -145,19 +146,14 @@ class Queue(nn.Linear):
 
 
 def test_a_buffer_of_each_replica_alone_is_refused():
-    @one_graph
-    def train_step(replica, optimizer, rates, metrics, images, labels, config):
-        finish(replica, optimizer, rates, metrics, F.cross_entropy(replica(images), labels))
-
     with pytest.raises(InputError, match=r"leaves replica\.0\.last unlike on two replicas"):
-        try_step(train_step, body=Queue())
+        try_step(lambda replica, images, labels: F.cross_entropy(replica(images), labels), body=Queue())
 
 
 def test_examples_coupled_within_a_part_are_said(capsys):
-    @one_graph(couples_examples=True)
-    def train_step(replica, optimizer, rates, metrics, images, labels, config):
+    def loss(replica, images, labels):
         logits = replica(images)
-        finish(replica, optimizer, rates, metrics, F.cross_entropy(logits @ logits.T, torch.arange(len(logits))))
+        return F.cross_entropy(logits @ logits.T, torch.arange(len(logits)))
 
-    try_step(train_step)
+    try_step(loss, couples=True)
     assert "so the run depends on how many there are; distributed_mnist_tpu.py" in capsys.readouterr().out

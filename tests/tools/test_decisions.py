@@ -113,7 +113,7 @@ def test_what_was_asked_becomes_tables_and_a_picture(compiler, tmp_path, monkeyp
     rows = (tmp_path / "tables" / "decisions.csv").read_text().splitlines()
     assert [row.partition(",")[0] for row in rows[1:]] == ["D031", "D033", "D036"]
     assert (tmp_path / "tables" / "decisions_scores.csv").read_text() == printed
-    assert printed.splitlines()[-1].startswith("all,3,")
+    assert printed.splitlines()[-3].startswith("all,3,") and printed.splitlines()[-1].startswith("held out,")
     assert (tmp_path / "decisions.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -125,7 +125,7 @@ class Reply(NamedTuple):
     nobody: bool = False
     """Certainly no metadata server: the connection failed, or it is another server. A timeout does not prove it."""
     etag: str = "0"
-    """Of this value: the server can wait until there is another."""
+    """Names this value: asked with it, the server waits until there is another."""
 
 
 def ask_server(key: str, seconds: float) -> Reply:

@@ -358,8 +358,8 @@ def open_object(url: str, generation: int, block: int) -> Iterator[BinaryIO]:
 
 
 def limits(seconds: float) -> dict[str, Any]:
-    """Of one call of the client: it tries again after what passes by itself (429, 5xx, a broken connection, no answer),
-    for so many seconds."""
+    """Arguments of one call of the client: it tries again after what passes by itself (429, 5xx, a broken connection, no
+    answer), for so many seconds."""
     from google.cloud.storage.retry import DEFAULT_RETRY
 
     return {"timeout": min(REQUEST_SECONDS, seconds), "retry": DEFAULT_RETRY.with_timeout(seconds)}

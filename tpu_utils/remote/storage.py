@@ -358,7 +358,7 @@ def open_object(url: str, generation: int, block: int) -> Iterator[BinaryIO]:
 
 
 def limits(seconds: float) -> dict[str, Any]:
-    """Arguments of one call of the client: it tries again after what passes by itself (429, 5xx, a broken connection, no
+    """Arguments of one call: the client tries again after what passes by itself (429, 5xx, a broken connection, no
     answer), for so many seconds."""
     from google.cloud.storage.retry import DEFAULT_RETRY
 

@@ -221,7 +221,7 @@ def fake_environment(tmp_path):
 def ask(fake_environment, monkeypatch, capsys):
     """ask("v5e-1,tpu7x-2"): (exit code, output) of aot_tpu.py --compiler newest, without the seconds of starts."""
     changes = {"TPU_LIBRARY_PATH": "/old"}
-    monkeypatch.setattr(search, "run_script", lambda command, files: run(*command, **files, **changes).returncode)
+    monkeypatch.setattr(search, "run_script", lambda command, files, _: run(*command, **files, **changes).returncode)
     options = ["--compiler", "newest", "--compiler_dir", str(fake_environment), "--placeholders"]
 
     def main(topologies):

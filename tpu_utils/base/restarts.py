@@ -1,5 +1,6 @@
 """What whoever starts a training script, once or again, has to know of it. Standard library alone."""
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -36,7 +37,9 @@ def end_with(starter: int | None = None) -> None:
     if os.fork():
         signal.pthread_sigmask(signal.SIG_SETMASK, usual)
         return
-    os.closerange(0, os.sysconf("SC_OPEN_MAX"))  # others wait for the end of a pipe, or for a lock
+    for descriptor in sorted(Path("/proc/self/fd").iterdir()):  # others wait for the end of a pipe, or for a lock
+        with contextlib.suppress(OSError):  # the one that lists them
+            os.close(int(descriptor.name))
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGUSR1)
     while os.getppid() == leader:  # asked first, too: it may have ended before
         signal.sigwait([signal.SIGUSR1])

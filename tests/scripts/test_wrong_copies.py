@@ -3,11 +3,8 @@
 Each mistake is an edit of simple_mnist_tpu.py. docs/make_it_yours.md says which are not found, and why.
 """
 
-import ast
 import contextlib
 import types
-from collections.abc import Callable
-from dataclasses import dataclass
 from textwrap import dedent, indent
 from types import SimpleNamespace
 
@@ -25,107 +22,84 @@ from tpu_utils.step.optim import learning_rates, make_optimizer
 from tpu_utils.trial.first_step import check_training
 from tpu_utils.trial.unsaved import Unsaved
 
+
+def swap(text: str, old: str, new: str) -> tuple[str, str]:
+    """An edit: the text with a part of it replaced."""
+    return text, text.replace(old, new)
+
+
+def after(text: str, more: str) -> tuple[str, str]:
+    """An edit: more behind the text."""
+    return text, text + more
+
+
+def with_labels(table: dict) -> dict:
+    """A row that begins with no name of labels has classes."""
+    rows = {name: row if isinstance(row, tuple) else (row,) for name, row in table.items()}
+    return {name: row if isinstance(row[0], str) else ("classes", *row) for name, row in rows.items()}
+
+
 SCRIPT = (ROOT / "simple_mnist_tpu.py").read_text()
+LOGITS = "        logits = model(images).float()\n"
+CORRECT = "        correct = (logits.argmax(1) == labels).float()\n"
+LOSS = '        loss = F.cross_entropy(logits, labels.long(), reduction="none")\n'
+SUMS = "[(correct * counted).sum(), (loss * counted).sum(), counted.sum()]"
+RESULT = "return dict(accuracy=correct / count, test_loss=loss / count)"
+READ = "correct, loss, count = sum(one.cpu().double() for one in sums).tolist()"
+EVAL, TRAIN = "    model.eval()  # dropout off, BatchNorm by its running statistics\n", "    model.train()\n"
+HIDDEN = "        x = F.relu(self.hidden(x.flatten(1)))\n"
+TRAINED = "    loss = F.cross_entropy(logits.float(), labels.long())\n"
+HEAD = "        self.head = nn.Linear(hidden_dim, 10)\n"
+FORWARD = "        return self.head(x)\n"
+NORMED = [after(HEAD, "        self.norm = nn.BatchNorm1d(hidden_dim)\n"), after(HIDDEN, "        x = self.norm(x)\n")]
+DROPPED = [after(HIDDEN, "        x = F.dropout(x, 0.5, self.training)\n")]
+NO_MASK = "        counted = labels_that_count(labels, mask)  # 0 for padding\n"
+# another kind of model: one output for each image, or a class for each pixel
+ONE = [swap(HEAD, "10", "1")]
+PIXELS = [
+    ("    return ConvNet(dataset.image_size, config.channels, config.hidden_dim)\n", "    return Pixels()\n"),
+    (
+        "def build_model(",
+        "class Pixels(nn.Conv2d):\n    def __init__(self):\n        super().__init__(1, 3, 1)\n\n"
+        "    def forward(self, images):\n        return super().forward(images.unsqueeze(1) / 255)\n\n\n"
+        "def build_model(",
+    ),
+]
+
+MEAN = "loss.mean()"
 
 
-@dataclass(frozen=True)
-class Place:
-    """The first statement of a function that begins so; "def" is its first line, "@" its decorator."""
-
-    function: str
-    start: str
-
-    def to(self, code: str):
-        """An edit: this code instead."""
-        return self, lambda found: dedent(code)
-
-    def then(self, code: str):
-        """An edit: this code behind it."""
-        return self, lambda found: found + dedent(code)
-
-    def swap(self, old: str, new: str):
-        """An edit of a part of it."""
-
-        def swapped(found: str) -> str:
-            assert old in found, f"{old!r} is not in {found!r}"
-            return found.replace(old, new)
-
-        return self, swapped
-
-    def lines(self, script: str) -> tuple[int, int]:
-        """First and last, counted from 1."""
-        nodes = ast.walk(ast.parse(script))
-        function = next(node for node in nodes if getattr(node, "name", "") == self.function)
-        if self.start == "def":
-            return function.lineno, function.lineno
-        statements = [node for node in ast.walk(function) if isinstance(node, ast.stmt)]
-        found = [node for node in statements[1:] if ast.unparse(node).startswith(self.start)]
-        statement = function.decorator_list[0] if self.start == "@" else found[0]
-        return statement.lineno, statement.end_lineno
-
-    def edited(self, script: str, change: Callable[[str], str]) -> str:
-        lines = script.splitlines(keepends=True)
-        first, last = self.lines(script)
-        found = "".join(lines[first - 1 : last])
-        margin = found[: len(found) - len(found.lstrip())]
-        lines[first - 1 : last] = indent(change(dedent(found)).strip(), margin) + "\n"
-        return "".join(lines)
+def model_of(text: str) -> list[tuple[str, str]]:
+    """Another model, a class Net(num_classes) in place of ConvNet."""
+    build = "    return ConvNet(dataset.image_size, config.channels, config.hidden_dim)\n"
+    return [(build, "    return Net(10)\n"), ("def build_model(", f"{dedent(text).strip()}\n\n\ndef build_model(")]
 
 
-HEAD = Place("__init__", "self.head")
-HIDDEN = Place("forward", "x = F.relu(self.hidden")
-FORWARD = Place("forward", "return")
-BUILD = Place("build_model", "return")
-TRAIN_LOGITS = Place("train_step", "logits")
-TRAIN_LOSS = Place("train_step", "loss =")
-BACKWARD = Place("train_step", "loss.backward")
-NORM = Place("train_step", "norm = gradient_norm")
-STEP = Place("train_step", "skipped")
-ZERO_GRAD = Place("train_step", "optimizer.zero_grad")
-LOGITS = Place("eval_step", "logits")
-CORRECT = Place("eval_step", "correct")
-LOSS = Place("eval_step", "loss")
-COUNTED = Place("eval_step", "counted")
-SUMS = Place("eval_step", "return")
-EVAL = Place("evaluate", "model.eval")
-BATCHES = Place("evaluate", "sums")
-READ = Place("evaluate", "correct")
-RESULT = Place("evaluate", "return")
-
-NORMED = [HEAD.then("self.norm = nn.BatchNorm1d(hidden_dim)"), HIDDEN.then("x = self.norm(x)")]
-DROPPED = HIDDEN.then("x = F.dropout(x, 0.5, self.training)")
-COUPLES = Place("train_step", "@").to("@one_graph(couples_examples=True)")
-WHOLE_MASK = COUNTED.to("counted = mask")
-ONE = HEAD.swap("10", "1")  # one output for each image
-THREE = HEAD.swap("10", "3")
-NO_CORRECT = [CORRECT.to("pass"), COUNTED.then("correct = loss * 0")]
-REGRESSION = [TRAIN_LOSS.to("loss = F.mse_loss(logits, labels)")]
-REGRESSION += [LOSS.to('loss = F.mse_loss(logits, labels, reduction="none")'), *NO_CORRECT]
-
-
-def losses(each: str, correct: str = "correct = loss * 0", mean: str = "loss.mean()") -> list:
+def losses(
+    each: str, correct: str = "correct = loss * 0", mean: str = MEAN, couples: bool = False
+) -> list[tuple[str, str]]:
     """Another loss in both steps. each: Python code that makes `loss`, a value for each label, of images, logits and
-    labels. mean: what the training step makes of it.
+    labels. mean: what the training step makes of it. couples: it is said that examples have an effect on each other.
     """
-    training = TRAIN_LOSS.to(f"{dedent(each)}\nloss = {mean}")
-    return [training, LOSS.to(each), CORRECT.to("pass"), COUNTED.swap("labels,", "loss,"), COUNTED.then(correct)]
+    training, evaluation = (indent(dedent(each).strip(), " " * width) + "\n" for width in (4, 8))
+    edits = [(TRAINED, f"{training}    loss = {mean}\n"), (LOSS, evaluation), (CORRECT, "")]
+    edits.append((NO_MASK, f"{NO_MASK.replace('labels,', 'loss,')}        {correct}\n"))
+    return [*edits, *[("@one_graph  # torch_xla", "@one_graph(couples_examples=True)  # torch_xla")] * couples]
 
 
-def net(text: str, outputs: int = 10) -> list:
-    """Another model, a class Net(outputs) in place of ConvNet."""
-    return [text, BUILD.to(f"return Net({outputs})")]
+def regression(*edits):
+    """The script with a loss of targets, and these edits."""
+    changed = [
+        (TRAINED, "    loss = F.mse_loss(logits, labels)\n"),
+        (CORRECT + LOSS, '        loss = F.mse_loss(logits, labels, reduction="none")\n        correct = loss * 0\n'),
+    ]
+    return [*ONE, *changed, *edits]
 
+
+WHOLE_MASK = (NO_MASK, "        counted = mask\n")
 
 # models of other kinds, of images (B, 8, 8)
-PIXELS = """
-    class Net(nn.Conv2d):  # a class for each pixel
-        def __init__(self, outputs):
-            super().__init__(1, outputs, 1)
-
-        def forward(self, images):
-            return super().forward(images.unsqueeze(1) / 255)
-    """
-ENCODER = """
+ENCODER = model_of("""
     class Net(nn.Module):
         def __init__(self, outputs):
             super().__init__()
@@ -133,16 +107,18 @@ ENCODER = """
 
         def forward(self, images):
             return self.body(images.float() / 255)
-    """
-ROWS = """
+    """)
+VALUE = [*ENCODER, ("return Net(10)", "return Net(1)"), ("images.float() / 255)\n", "images.float() / 255)[:, 0]\n")]
+ROWS = model_of("""
     class Net(nn.Linear):  # a result for each row of pixels, (B, 8, outputs)
         def __init__(self, outputs):
             super().__init__(8, outputs)
 
         def forward(self, images):
             return super().forward(images.float() / 255)
-    """
-HALVES = """
+    """)
+SCORES = [*ROWS, ("return Net(10)", "return Net(1)"), ("images.float() / 255)\n", "images.float() / 255)[..., 0]\n")]
+HALVES = model_of("""
     class Net(nn.Linear):  # two views of an image, its upper and its lower half
         def __init__(self, outputs):
             super().__init__(32, outputs)
@@ -150,8 +126,8 @@ HALVES = """
         def forward(self, images):
             upper, lower = (images.float() / 255).flatten(1).chunk(2, 1)
             return F.normalize(super().forward(upper), dim=1), F.normalize(super().forward(lower), dim=1)
-    """
-TWO_HEADS = """
+    """)
+TWO_HEADS = model_of("""
     class Net(nn.Module):
         def __init__(self, outputs):
             super().__init__()
@@ -160,8 +136,8 @@ TWO_HEADS = """
         def forward(self, images):
             x = images.flatten(1).float() / 255
             return self.classes(x), self.value(x)[:, 0], self.scales
-    """
-NOISY = """
+    """)
+NOISY = model_of("""
     class Net(nn.Module):  # an autoencoder whose code is drawn, in an evaluation too
         def __init__(self, outputs):
             super().__init__()
@@ -170,8 +146,8 @@ NOISY = """
         def forward(self, images):
             mean, width = self.encoder(images.flatten(1).float() / 255).chunk(2, 1)
             return self.decoder(mean + torch.randn_like(mean) * width.exp())
-    """
-QUEUE = """
+    """)
+QUEUE = model_of("""
     class Net(nn.Module):  # momentum contrast: negatives are the last batches, in a buffer
         def __init__(self, outputs):
             super().__init__()
@@ -184,8 +160,8 @@ QUEUE = """
             if self.training:
                 self.queue.copy_(torch.cat([lower.detach(), self.queue])[: len(self.queue)])
             return logits
-    """
-ATTENTION = """
+    """)
+ATTENTION = model_of("""
     class Net(nn.Module):  # a set of rows of pixels; a row of zeros is padding
         def __init__(self, outputs):
             super().__init__()
@@ -195,8 +171,8 @@ ATTENTION = """
             x = images.float() / 255
             score = self.score(x)[..., 0].masked_fill(x.sum(2) == 0, -1e9)
             return self.head((score.softmax(1)[..., None] * x).sum(1))
-    """
-TRANSFORMER = """
+    """)
+TRANSFORMER = model_of("""
     class Net(nn.Module):
         def __init__(self, outputs):
             super().__init__()
@@ -206,8 +182,8 @@ TRANSFORMER = """
 
         def forward(self, images):
             return self.head(self.encoder(images.float() / 255).mean(1))
-    """
-EXPERTS = """
+    """)
+EXPERTS = model_of("""
     class Net(nn.Module):  # a mixture of experts; the loss that balances them is left in an attribute
         def __init__(self, outputs):
             super().__init__()
@@ -218,8 +194,8 @@ EXPERTS = """
             shares = self.gate(x).softmax(1)
             self.balance = 4 * (shares.mean(0) * F.one_hot(shares.argmax(1), 4).float().mean(0)).sum()
             return (torch.stack([one(x) for one in self.experts], 1) * shares[..., None]).sum(1)
-    """
-CODEBOOK = """
+    """)
+CODEBOOK = model_of("""
     class Net(nn.Module):  # a quantised autoencoder; its codebook follows the codes by a moving average
         def __init__(self, outputs):
             super().__init__()
@@ -237,8 +213,8 @@ CODEBOOK = """
                 self.codebook.copy_(self.sums / self.counts.clamp(min=1e-3)[:, None])
             quantised = nearest @ self.codebook.clone()
             return self.decoder(codes + (quantised - codes).detach()), codes, quantised
-    """
-ANGULAR = """
+    """)
+ANGULAR = model_of("""
     class Net(nn.Module):  # a margin that training alone has: forward takes the labels
         def __init__(self, outputs):
             super().__init__()
@@ -251,8 +227,8 @@ ANGULAR = """
                 hot = F.one_hot(labels.long(), cosines.shape[1]) > 0
                 cosines = torch.where(hot, torch.cos(torch.acos(cosines.clamp(-0.999, 0.999)) + 0.2), cosines)
             return 8 * cosines
-    """
-FOURIER = """
+    """)
+FOURIER = model_of("""
     class Net(nn.Module):
         def __init__(self, outputs):
             super().__init__()
@@ -261,8 +237,8 @@ FOURIER = """
         def forward(self, images):
             x = torch.fft.irfft2(torch.fft.rfft2(images.float() / 255) * self.filter, s=(8, 8))
             return self.head(x.flatten(1))
-    """
-CHAIN = """
+    """)
+CHAIN = model_of("""
     class Net(nn.Module):  # tags of a sequence that depend on each other: a conditional random field
         def __init__(self, outputs):
             super().__init__()
@@ -270,8 +246,8 @@ CHAIN = """
 
         def forward(self, images):
             return self.body(images.float() / 255)
-    """
-CAPSULES = """
+    """)
+CAPSULES = model_of("""
     class Net(nn.Module):
         def __init__(self, outputs):
             super().__init__()
@@ -287,8 +263,8 @@ CAPSULES = """
                 out = total * size / (1 + size) / (size + 1e-8).sqrt()
                 routes = routes + (votes * out[:, None]).sum(3)
             return (out.square().sum(2) + 1e-8).sqrt()
-    """
-FLOW = """
+    """)
+FLOW = model_of("""
     class Net(nn.Module):  # a normalising flow: a matrix and a coupling layer; returns nats of an image
         def __init__(self, outputs):
             super().__init__()
@@ -301,8 +277,8 @@ FLOW = """
             second = second * scale.exp() + self.shift(first)
             size = torch.cat([first, second], 1).square().sum(1)
             return 0.5 * size - scale.sum(1) - torch.linalg.slogdet(self.matrix)[1]
-    """
-EMBEDDED = """
+    """)
+EMBEDDED = model_of("""
     class Net(nn.Module):
         def __init__(self, outputs):
             super().__init__()
@@ -310,8 +286,9 @@ EMBEDDED = """
 
         def forward(self, images):
             return self.head(self.table(images.flatten(1).long()))
-    """
-UNET = """
+    """)
+BOUNDED = [("nn.EmbeddingBag(256, 8, mode", "nn.EmbeddingBag(256, 8, max_norm=1.0, mode")]
+UNET = model_of("""
     class Net(nn.Module):  # a class for each pixel; the way up by a transposed convolution and by interpolation
         def __init__(self, outputs):
             super().__init__()
@@ -323,82 +300,91 @@ UNET = """
             y = F.gelu(self.inner(x))
             wide = F.interpolate(y, scale_factor=2, mode="bilinear", align_corners=False)
             return self.head(torch.cat([x, self.up(y), wide], 1))
-    """
+    """)
 LOOKAHEAD = """
-    class Lookahead(torch.optim.Optimizer):  # slow weights that follow every fifth step
-        def __init__(self, inner):
-            self.inner, self.count, self.defaults = inner, 0, inner.defaults
-            self.param_groups, self.state = inner.param_groups, inner.state
-            self.slow = [one.detach().clone() for group in inner.param_groups for one in group["params"]]
+class Lookahead(torch.optim.Optimizer):  # slow weights that follow every fifth step
+    def __init__(self, inner):
+        self.inner, self.count, self.defaults = inner, 0, inner.defaults
+        self.param_groups, self.state = inner.param_groups, inner.state
+        self.slow = [one.detach().clone() for group in inner.param_groups for one in group["params"]]
 
-        @torch.no_grad()
-        def step(self, closure=None):
-            self.inner.step()
-            self.count += 1
-            if self.count % 5 == 0:
-                fast = [one for group in self.param_groups for one in group["params"]]
-                for slow, one in zip(self.slow, fast):
-                    one.copy_(slow.lerp_(one, 0.5))
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.inner.step()
+        self.count += 1
+        if self.count % 5 == 0:
+            fast = [one for group in self.param_groups for one in group["params"]]
+            for slow, one in zip(self.slow, fast):
+                one.copy_(slow.lerp_(one, 0.5))
 
-        def state_dict(self):
-            return self.inner.state_dict()
+    def state_dict(self):
+        return self.inner.state_dict()
 
-    def optimizer_of(config, model):
-        return Lookahead(make_optimizer(config, model.parameters()))
-    """
-GROUPS = """
-    def optimizer_of(config, model):
-        head = dict(params=model.head.parameters(), lr=1e-4, weight_decay=0.1, betas=(0.8, 0.9))
-        rest = [one for name, one in model.named_parameters() if 'head' not in name]
-        return make_optimizer(config, [head, dict(params=rest)])
-    """
+
+def optimizer_of(config, model):
+    return Lookahead(make_optimizer(config, model.parameters()))
+
+
+def build_model("""
+TO_LOGITS = "        logits = model(images)\n    "
+"""In the training step alone."""
 # what an evaluation computes from all of its batches at once
-TABLE = """
-    hot = F.one_hot(labels.long(), 10).float() * mask[:, None]
-    return hot.T @ F.one_hot(logits.argmax(1), 10).float()
-"""
-F1 = "(2 * table.diagonal() / (table.sum(0) + table.sum(1)).clamp(min=1e-9)).mean().item()"
-AREAS = """
-    scores, labels, mask = (torch.cat([one[i].cpu() for one in sums]) for i in range(3))
-    from sklearn.metrics import roc_auc_score
-    scores = scores[mask > 0].double()
-    areas = roc_auc_score(labels[mask > 0], scores / scores.sum(1, keepdim=True), multi_class='ovr')
-"""
-# in place of the backward pass: gradients of two halves of the batch add up
-TWO_HALVES = """
-    loss = loss * 0
-    for half, some in zip(images.chunk(2), labels.chunk(2)):
-        part = F.cross_entropy(model(half).float(), some.long(), reduction='sum') / len(images)
-        part.backward()
-        loss = loss + part.detach()
-"""
-# sharpness-aware minimisation: the gradient a little uphill
-SHARPNESS = """
-    parameters = list(model.parameters())
-    moves = [0.01 * one for one in torch.autograd.grad(loss, parameters)]
-    with torch.no_grad():
-        for parameter, move in zip(parameters, moves):
-            parameter.add_(move)
-    uphill = F.cross_entropy(model(images), labels.long())
-    uphill.backward()
-    with torch.no_grad():
-        for parameter, move in zip(parameters, moves):
-            parameter.sub_(move)
-"""
-# a second network and its optimizer, which the step trains first
-CRITIC = """
-    def more_of_the_step(config):
-        critic = nn.Sequential(nn.Flatten(), nn.Linear(64, 1))
-        return critic, make_optimizer(config, critic.parameters())
-    """
-CRITIC_FIRST = """
-    made, real = logits, images.flatten(1).float() / 255
-    (F.softplus(-critic(real)) + F.softplus(critic(made.detach()))).mean().backward()
-    rate = rates.index_select(0, metrics.step)
-    step_optimizer(of_critic, rate, torch.isfinite(rate[0]), config.on_nonfinite)
-    of_critic.zero_grad(set_to_none=True)
-    loss = F.softplus(-critic(made)).mean()
-"""
+COUNTS = "        return torch.stack([(correct * counted).sum(), (loss * counted).sum(), counted.sum()])\n"
+TABLE = (
+    COUNTS,
+    "        hot = F.one_hot(labels.long(), 10).float() * mask[:, None]\n"
+    "        return hot.T @ F.one_hot(logits.argmax(1), 10).float()\n",
+)
+RESULTS = (COUNTS, "        return logits.softmax(1), labels, mask\n")
+ALL_RESULTS = (
+    "        " + READ,
+    "        scores, labels, mask = (torch.cat([one[i].cpu() for one in sums]) for i in range(3))\n"
+    "        from sklearn.metrics import roc_auc_score\n"
+    "        scores = scores[mask > 0].double()\n"
+    "        areas = roc_auc_score(labels[mask > 0], scores / scores.sum(1, keepdim=True), multi_class='ovr')",
+)
+ONE_HALF = (  # gradients of two halves of the batch add up
+    "    loss.backward()\n",
+    "    loss = loss * 0\n"
+    "    for half, some in zip(images.chunk(2), labels.chunk(2)):\n"
+    "        part = F.cross_entropy(model(half).float(), some.long(), reduction='sum') / len(images)\n"
+    "        part.backward()\n"
+    "        loss = loss + part.detach()\n",
+)
+SHARPNESS = (  # sharpness-aware minimisation: the gradient a little uphill
+    TRAINED,
+    TRAINED
+    + "    parameters = list(model.parameters())\n"
+    + "    moves = [0.01 * one for one in torch.autograd.grad(loss, parameters)]\n"
+    + "    with torch.no_grad():\n"
+    + "        for parameter, move in zip(parameters, moves):\n            parameter.add_(move)\n"
+    + "    uphill = F.cross_entropy(model(images), labels.long())\n"
+    + "    uphill.backward()\n"
+    + "    with torch.no_grad():\n"
+    + "        for parameter, move in zip(parameters, moves):\n            parameter.sub_(move)\n",
+)
+CRITIC = [  # a second network and its optimizer, which the step trains first
+    ("train_step(model, optimizer", "train_step(model, critic, of_critic, optimizer"),
+    (
+        "def build_model(",
+        "def more_of_the_step(config):\n    critic = nn.Sequential(nn.Flatten(), nn.Linear(64, 1))\n"
+        "    return critic, make_optimizer(config, critic.parameters())\n\n\ndef build_model(",
+    ),
+    (
+        TRAINED,
+        "    made, real = logits, images.flatten(1).float() / 255\n"
+        "    (F.softplus(-critic(real)) + F.softplus(critic(made.detach()))).mean().backward()\n"
+        "    rate = rates.index_select(0, metrics.step)\n"
+        "    step_optimizer(of_critic, rate, torch.isfinite(rate[0]), config.on_nonfinite)\n"
+        "    of_critic.zero_grad(set_to_none=True)\n"
+        "    loss = F.softplus(-critic(made)).mean()\n",
+    ),
+    ("    optimizer.zero_grad(", "    of_critic.zero_grad(set_to_none=True)\n    optimizer.zero_grad("),
+    (LOSS, "        loss = (logits.mean(1) - 0.5).square()\n"),
+    (CORRECT, ""),
+    after(NO_MASK, "        correct = loss * 0\n"),
+    ("@one_graph  # torch_xla", "@one_graph(couples_examples=True)  # torch_xla"),
+]
 PINBALL = """
     shares = torch.linspace(0.1, 0.9, 10, device=logits.device)
     error = labels[:, None] - logits
@@ -413,6 +399,10 @@ DICE = """
     share, there = logits.sigmoid().flatten(1), (labels > 0).float()
     loss = 1 - (2 * (share * there).sum(1) + 1) / (share.sum(1) + there.sum(1) + 1)
 """
+COX = """
+    at_risk = (labels[:, :1].T >= labels[:, :1]).float()
+    loss = torch.log((at_risk * logits.exp()[None]).sum(1)) - logits
+"""
 RANKING = """
     better = (labels[:, :, None] > labels[:, None]).float()
     loss = (F.softplus(logits[:, None] - logits[:, :, None]) * better).sum((1, 2)) / better.sum((1, 2)).clamp(min=1)
@@ -420,7 +410,7 @@ RANKING = """
 TRIPLETS = """
     distance = (logits[:, None] - logits[None]).square().sum(2).add(1e-6).sqrt()
     same = (labels[:, None] == labels[None]).float()
-    loss = F.relu((distance * same).amax(1) - (distance + 100 * same).amin(1) + 0.5).mean()
+    loss = F.relu((distance * same).amax(1) - (distance + 100 * same).amin(1) + 0.5)
 """
 QUANTISED = """
     made, codes, quantised = logits
@@ -456,361 +446,506 @@ AGAIN = """
     again = model(images).float()
     loss = loss + F.kl_div(again.log_softmax(1), logits.softmax(1), reduction='batchmean')
 """
-COX = """
-    at_risk = (labels[:, :1].T >= labels[:, :1]).float()
-    loss = torch.log((at_risk * logits.exp()[None]).sum(1)) - logits
-    loss = (loss * labels[:, 1]).sum() / labels[:, 1].sum().clamp(min=1)
-"""
-CTC = """
-    frames = torch.full((len(images),), 8)
-    scores = logits.log_softmax(2).transpose(0, 1)
-    loss = F.ctc_loss(scores, labels[:, :3].long().clamp(min=1), frames, frames * 0 + 3, reduction='none')
-"""
-ORDINAL = """
-    above = (labels[:, None] > torch.arange(9, device=labels.device)).float()
-    loss = F.binary_cross_entropy_with_logits(logits.float(), above, reduction='none').sum(1)
-"""
-TWO = """
-    loss = F.cross_entropy(logits[0], labels[:, 0].long(), reduction='none') * (-logits[2][0]).exp()
-    loss = loss + (logits[1] - labels[:, 1]).square() * (-logits[2][1]).exp() + logits[2].sum()
-"""
-DISTANCE = """
-    distance = (logits[0] - logits[1]).square().sum(1).add(1e-6).sqrt()
-    loss = labels * distance.square() + (1 - labels) * F.relu(1 - distance).square()
-"""
-FOCAL = """
-    nats = F.cross_entropy(logits.float(), labels.long(), reduction='none')
-    loss = (1 - (-nats).exp()) ** 2 * nats
-"""
-ALIGNED = """
-    upper, lower = logits
-    loss = F.cross_entropy(upper @ lower.T / 0.2, torch.arange(len(upper), device=upper.device))
-"""
-NOISED = """
-    noise = torch.randn(len(images), 64, device=images.device)
-    logits = model(images.flatten(1) / 255 + noise)
-"""
-HALF_OF_ANOTHER = """
-    half = (torch.arange(8, device=images.device) < 6).to(images.dtype)
-    logits = model(images * half + images.flip(0) * (1 - half))
-"""
-MIXED = """
-    share = torch.distributions.Beta(0.4, 0.4).sample((len(images), 1, 1)).to(images.device)
-    logits = model(share * images + (1 - share) * images.flip(0))
-"""
-SLOPES = """
-    (slopes,) = torch.autograd.grad(logits.logsumexp(1).sum(), pixels, create_graph=True)
-    loss = loss + 1e-6 * slopes.flatten(1).square().sum(1).mean()
-"""
-DEPTH = """
-    if self.training:
-        x = x * (torch.rand(len(x), 1, device=x.device) < 0.8) / 0.8
-"""
-COOLER = "self.temperature = max(1.0, self.temperature * 0.9)\nreturn self.head(x) / self.temperature"
-CUT_MIX = "loss = 0.75 * loss + 0.25 * F.cross_entropy(logits.float(), labels.flip(0).long())"
-ERRORS = "errors = torch.cat([one.cpu()[mask.cpu() > 0] for one, mask in sums])"
-MEANS = "correct, loss, count = (sum(s.cpu().double() / s[2] for s in sums) / len(sums)).tolist()"
-
-VALUE = net(ENCODER.replace("/ 255)", "/ 255)[:, 0]"), 1)
-SCORES = net(ROWS.replace("/ 255)", "/ 255)[..., 0]"), 1)
-BOUNDED = net(EMBEDDED.replace("256, 8,", "256, 8, max_norm=1.0,"))
-WITHOUT_END = net(ATTENTION.replace("-1e9", "float('-inf')"))
-SOFT = losses("loss = F.cross_entropy(logits.float(), labels, reduction='none')")
-DISTRIBUTIONS = losses("loss = F.kl_div(logits.float().log_softmax(1), labels, reduction='none').sum(1)")
-RECONSTRUCTION = losses("loss = (logits - images.flatten(1) / 255).square().mean(1)")
-TAGS = losses(
-    "loss = F.cross_entropy(logits.float().transpose(1, 2), labels.long(), reduction='none')",
-    "correct = (logits.argmax(2) == labels).float()",
-)
-BINARY = "loss = F.binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction='none')"
-NORMALISERS = "loss.mean() + 1e-4 * (loss * labels).sum() / labels.sum().clamp(min=1)"
-ARGMAX = "correct = (logits.argmax(1) == labels).float()"
-NEGATIVES = [net(QUEUE), losses("loss = F.cross_entropy(logits, labels.long() * 0, reduction='none')")]
-TUPLE = LOGITS.swap(".float()", "")
-VIEWS = [net(HALVES), LOGITS.to("upper, lower = model(images)"), LOSS.to("loss = (upper - lower).square().sum(1)")]
-VIEWS += NO_CORRECT
-CONTRASTIVE = [VIEWS, TRAIN_LOSS.to(ALIGNED)]
-GENERATOR = [
-    net(ENCODER, 64),
-    CRITIC,
-    Place("train_step", "def").swap("model,", "model, critic, of_critic,"),
-    TRAIN_LOSS.to(CRITIC_FIRST),
-    LOSS.to("loss = (logits.mean(1) - 0.5).square()"),
-    NO_CORRECT,
-    COUPLES,
+ALIGNED = (TRAINED, "    upper, lower = logits\n    which = torch.arange(len(upper), device=upper.device)\n")
+CONTRASTIVE = [
+    *HALVES,
+    swap(LOGITS, "logits = model(images).float()", "upper, lower = model(images)"),
+    (LOSS, "        loss = (upper - lower).square().sum(1)\n"),
+    (CORRECT, ""),
+    after(NO_MASK, "        correct = loss * 0\n"),
+    (ALIGNED[0], ALIGNED[1] + "    loss = F.cross_entropy(upper @ lower.T / 0.2, which)\n"),
 ]
-CRITIC_FREED = ZERO_GRAD.then("of_critic.zero_grad(set_to_none=True)")
-UNMASKED = SUMS.swap("(loss * counted).sum()", "loss.sum()")
-ALL_CORRECT = SUMS.swap("(correct * counted)", "correct")
-OVER_EXAMPLES = SUMS.swap("counted.sum()]", "mask.sum()]")
-NO_STEP = STEP.swap("step_optimizer(optimizer,", "(lambda *_: None)(optimizer,")
+COUPLES = ("@one_graph  # torch_xla", "@one_graph(couples_examples=True)  # torch_xla")
 OTHER = "in batches of 4, the last one padded; expected the same"
-BOTH = rf"evaluate \([^ ]*:\d+ and eval_step \([^ ]*:\d+\)\) gives .*{OTHER}"
-COUPLED = "effect on each other"
-UNLIKE = "Using a target size .* a value for each label"
-OVER_LABELS = "expected 0 to 1: a sum over labels"
-# name: (what is said, edits); an edit that is a text is code at the end, or names labels that are no classes
+# name: (labels where they are no classes, edits, what is said)
 REFUSED = {
-    "loss without the mask": (BOTH, UNMASKED),
-    "accuracy without the mask": ("of the same in", ALL_CORRECT),
-    "mean in place of the sum": (OTHER, SUMS.swap("* counted).sum()", "* counted).mean()")),
-    "padding counted": (OTHER, SUMS.swap("counted.sum()]", "torch.ones_like(counted).sum()]")),
-    "loss already averaged": (OTHER, LOSS.swap(', reduction="none"', "")),
-    "accuracy already averaged": ("of the same in", CORRECT.swap(".float()", ".float().mean()")),
-    "mean of means": ("of the same in", READ.to(MEANS)),
-    "divided by the number of batches": (OTHER, RESULT.swap("loss / count", "loss / len(sums)")),
-    "softmax over the batch": (OTHER, LOGITS.swap(".float()", ".float().softmax(0)")),
-    "normalised over the batch": ("of the same in", FORWARD.to("return F.normalize(self.head(x), dim=0)")),
-    "centred by the batch": ("of the same in", FORWARD.to("return self.head(x - x.mean(0))")),
-    "largest along the batch": (r"fails on 11 .* at \S+:\d+ \(correct", CORRECT.swap("argmax(1)", "argmax(0)")),
-    "rows and classes mixed up": ("of the same in", FORWARD.to("return self.head(x).view(10, -1).T")),
-    "a tuple of outputs": ("expected one that takes what the", FORWARD.to("return self.head(x), x")),
-    "dropout left on": ("draws a mask of dropout", DROPPED, EVAL.to("pass")),
-    "F.dropout without training=": ("self.training", HIDDEN.then("x = F.dropout(x, 0.5)")),
-    "BatchNorm learns from test data": (r"changes the model: norm.running_mean", NORMED, EVAL.to("pass")),
-    "left in eval mode": ("leaves the model in eval mode", Place("evaluate", "model.train").to("pass")),
-    "accuracy not divided": ("expected 0 to 1", RESULT.swap("correct / count", "correct")),
-    "accuracy in percent": ("expected 0 to 1", RESULT.swap("correct /", "100 * correct /")),
-    "the last batch left out": ("fails on 11", BATCHES.swap("in test_batches]", "in test_batches[:-1]]")),
-    "the first batch alone": ("of the same in", BATCHES.swap("in test_batches]", "in test_batches[:1]]")),
-    "mask as a column": ("of the same in|expected 0 to 1", COUNTED.to("counted = mask[:, None]")),
-    "mask the wrong way round": ("fails on 11|gives", COUNTED.to("counted = 1 - mask")),
-    "mask on the logits": ("of the same in", LOGITS.then("logits *= mask[:, None]"), ALL_CORRECT),
-    "accuracy of a fixed batch size": (OTHER, RESULT.swap("loss / count", "loss / (512 * len(sums))")),
-    "targets (N, 1), mask (B,)": ("of the same in", "column", ONE, REGRESSION, WHOLE_MASK),
-    "targets (N, 3), mask (B,)": ("fails on 11 examples", "three", THREE, REGRESSION, WHOLE_MASK),
-    "output (B, 1), targets (N,)": (UNLIKE, "targets", ONE, REGRESSION),
-    "targets (N, 1), output (B,)": (UNLIKE, "column", ONE, REGRESSION, FORWARD.to("return self.head(x)[:, 0]")),
-    "targets as classes": (r"labels here: float32|expected the same shape", "targets"),
-    "a class for each pixel, mask (B,)": ("fails on 11 examples", "pixels", net(PIXELS, 3), WHOLE_MASK),
-    "accuracy of pixels over examples": (OVER_LABELS, "pixels", net(PIXELS, 3), OVER_EXAMPLES),
-    "ignored pixels as a class": ("Target 255 is out of .* expected logits for every", "void", net(PIXELS, 3)),
-    "one-hot labels": ("one-hot labels as integers", "hot"),
-    "training: softmax over the batch": (COUPLED, TRAIN_LOSS.swap("logits.float()", "logits.softmax(0)")),
-    "training: each with each": (COUPLED, TRAIN_LOSS.to("loss = (logits[:, :1] - labels.float()).square().mean()")),
-    "training: gradients add up": ("leaves gradients behind", ZERO_GRAD.to("pass")),
-    "training: no step": ("changes no parameter", NO_STEP),
-    "training: no backward pass": ("changes no parameter", BACKWARD.to("norm = loss"), NORM.to("pass")),
-    "coupled on purpose: gradients add up": ("leaves gradients behind", CONTRASTIVE, COUPLES, ZERO_GRAD.to("pass")),
-    "coupled on purpose: no step": ("changes no parameter", CONTRASTIVE, COUPLES, NO_STEP),
-    "a critic keeps its gradients": ("leaves gradients behind", GENERATOR),
-    "contrastive, and not said to be": ("couples_examples=True", CONTRASTIVE),
-    "triplets, and not said to be": ("couples_examples=True", net(ENCODER), TRAIN_LOSS.to(TRIPLETS)),
-    "soft labels: loss without the mask": ("of the same in", "soft", SOFT, UNMASKED),
-    "soft labels: softmax over the batch": (
-        COUPLED,
+    "loss without the mask": (
+        [swap(SUMS, "(loss * counted).sum()", "loss.sum()")],
+        rf"evaluate \([^ ]*:\d+ and eval_step \([^ ]*:\d+\)\) gives .*{OTHER}",
+    ),
+    "accuracy without the mask": ([swap(SUMS, "(correct * counted)", "correct")], "of the same in"),
+    "mean in place of the sum": ([swap(SUMS, "* counted).sum()", "* counted).mean()")], OTHER),
+    "padding counted": ([swap(SUMS, "counted.sum()]", "torch.ones_like(counted).sum()]")], OTHER),
+    "loss already averaged": ([swap(LOSS, ', reduction="none"', "")], OTHER),
+    "accuracy already averaged": ([swap(CORRECT, ".float()", ".float().mean()")], "of the same in"),
+    "mean of means": (
+        [(READ, "correct, loss, count = (sum(s.cpu().double() / s[2] for s in sums) / len(sums)).tolist()")],
+        "of the same in",
+    ),
+    "divided by the number of batches": ([swap(RESULT, "loss / count", "loss / len(sums)")], OTHER),
+    "softmax over the batch": ([swap(LOGITS, ".float()", ".float().softmax(0)")], OTHER),
+    "normalised over the batch": ([(FORWARD, "        return F.normalize(self.head(x), dim=0)\n")], "of the same in"),
+    "centred by the batch": ([(FORWARD, "        return self.head(x - x.mean(0))\n")], "of the same in"),
+    "largest along the batch": (
+        [swap(CORRECT, "argmax(1)", "argmax(0)")],
+        r"fails on 11 examples.*, at \S+:\d+ \(corr",
+    ),
+    "rows and classes mixed up": ([(FORWARD, "        return self.head(x).view(10, -1).T\n")], "of the same in"),
+    "a tuple of outputs": ([(FORWARD, "        return self.head(x), x\n")], "expected one that takes what the"),
+    "dropout left on": ([*DROPPED, (EVAL, "")], "draws a mask of dropout"),
+    "F.dropout without training=": ([after(HIDDEN, "        x = F.dropout(x, 0.5)\n")], "self.training"),
+    "BatchNorm learns from test data": ([*NORMED, (EVAL, "")], r"changes the model: norm.running_mean"),
+    "left in eval mode": ([(TRAIN, "")], "leaves the model in eval mode"),
+    "accuracy not divided": ([swap(RESULT, "correct / count", "correct")], "expected 0 to 1"),
+    "accuracy in percent": ([swap(RESULT, "correct /", "100 * correct /")], "expected 0 to 1"),
+    "the last batch left out": ([("for batch in test_batches]", "for batch in test_batches[:-1]]")], "fails on 11"),
+    "the first batch alone": ([("for batch in test_batches]", "for batch in test_batches[:1]]")], "of the same in"),
+    "mask as a column": ([(NO_MASK, "        counted = mask[:, None]\n")], "of the same in|expected 0 to 1"),
+    "mask the wrong way round": ([(NO_MASK, "        counted = 1 - mask\n")], "fails on 11|gives"),
+    "mask on the logits": (
+        [after(LOGITS, "        logits *= mask[:, None]\n"), swap(SUMS, "(correct * counted)", "correct")],
+        "of the same in",
+    ),
+    "accuracy of a fixed batch size": ([swap(RESULT, "loss / count", "loss / (512 * len(sums))")], OTHER),
+    "targets (N, 1), mask (B,)": ("column", regression(WHOLE_MASK), "of the same in"),
+    "targets (N, 3), mask (B,)": (
+        "three",
+        [*regression(WHOLE_MASK), (HEAD.replace("10", "1"), HEAD.replace("10", "3"))],
+        "fails on 11 examples",
+    ),
+    "output (B, 1), targets (N,)": ("targets", regression(), "Using a target size .* a value for each label"),
+    "targets (N, 1), output (B,)": (
+        "column",
+        regression((FORWARD, "        return self.head(x)[:, 0]\n")),
+        "Using a target size .* a value for each label",
+    ),
+    "targets as classes": ("targets", [], r"labels here: float32|expected the same shape"),
+    "a class for each pixel, mask (B,)": ("pixels", [*PIXELS, WHOLE_MASK], "fails on 11 examples"),
+    "accuracy of pixels over examples": (
+        "pixels",
+        [*PIXELS, swap(SUMS, "counted.sum()]", "mask.sum()]")],
+        "expected 0 to 1: a sum over labels",
+    ),
+    "ignored pixels as a class": ("void", PIXELS, "Target 255 is out of bounds.* expected logits for every class"),
+    "one-hot labels": ("hot", [], "one-hot labels as integers"),
+    "training: softmax over the batch": (
+        [swap(TRAINED, "logits.float()", "logits.softmax(0)")],
+        "effect on each other",
+    ),
+    "training: each with each": (
+        [(TRAINED, "    loss = (logits[:, :1] - labels.float()).square().mean()\n")],
+        "effect on each other",
+    ),
+    "training: gradients add up": ([("    optimizer.zero_grad(set_to_none=True)", "    #")], "leaves gradients behind"),
+    "training: no step": ([("step_optimizer(optimizer,", "(lambda *_: None)(optimizer,")], "changes no parameter"),
+    "training: no backward pass": (
+        [("    loss.backward()\n", ""), ("gradient_norm(model.parameters())", "loss")],
+        "changes no parameter",
+    ),
+    "coupled on purpose: gradients add up": (
+        [*CONTRASTIVE, COUPLES, ("    optimizer.zero_grad(set_to_none=True)", "    #")],
+        "leaves gradients behind",
+    ),
+    "coupled on purpose: no step": (
+        [*CONTRASTIVE, COUPLES, ("step_optimizer(optimizer,", "(lambda *_: None)(optimizer,")],
+        "changes no parameter",
+    ),
+    "a critic keeps its gradients": (
+        [*ENCODER, ("return Net(10)", "return Net(64)"), *CRITIC, ("    of_critic.zero_grad(set_to_none=True)\n", "")],
+        "leaves gradients behind",
+    ),
+    "contrastive, and not said to be": (CONTRASTIVE, "couples_examples=True"),
+    "triplets, and not said to be": ([*ENCODER, losses(TRIPLETS)[0]], "couples_examples=True"),
+    "soft labels: loss without the mask": (
         "soft",
-        SOFT,
-        TRAIN_LOGITS.then("logits = (30 * logits).softmax(0)"),
+        [
+            *losses("loss = F.cross_entropy(logits.float(), labels, reduction='none')"),
+            swap(SUMS, "(loss * counted).sum()", "loss.sum()"),
+        ],
+        "of the same in",
+    ),
+    "soft labels: softmax over the batch": (
+        "soft",
+        [
+            *losses("loss = F.cross_entropy(logits.float(), labels, reduction='none')"),
+            ("        logits = model(images)\n    ", "        logits = (30 * model(images)).softmax(0)\n    "),
+        ],
+        "effect on each other",
     ),
     "one logit, each with each": (
-        f"of the same in|{COUPLED}|fails on 11|expected the same shape",
         "binary",
-        ONE,
-        losses("loss = F.softplus(-logits * (2 * labels.float() - 1))"),
+        [*ONE, *losses("loss = F.softplus(-logits * (2 * labels.float() - 1))")],
+        "of the same in|effect on each other|fails on 11|expected the same shape",
     ),
-    "tags: accuracy over examples": (OVER_LABELS, "tags", net(ROWS, 2), TAGS, OVER_EXAMPLES),
-    "autoencoder without the mask": (OTHER, net(ENCODER, 64), RECONSTRUCTION, UNMASKED),
+    "tags: accuracy over examples": (
+        "tags",
+        [
+            *ROWS,
+            ("return Net(10)", "return Net(2)"),
+            *losses(
+                "loss = F.cross_entropy(logits.float().transpose(1, 2), labels.long(), reduction='none')",
+                "correct = (logits.argmax(2) == labels).float()",
+            ),
+            swap(SUMS, "counted.sum()]", "mask.sum()]"),
+        ],
+        "expected 0 to 1: a sum over labels",
+    ),
+    "autoencoder without the mask": (
+        [
+            *ENCODER,
+            ("return Net(10)", "return Net(64)"),
+            *losses("loss = (logits - images.flatten(1) / 255).square().mean(1)"),
+            (SUMS, "[(correct * counted).sum(), loss.sum(), counted.sum()]"),
+        ],
+        OTHER,
+    ),
     "F1 of each batch, averaged": (
+        [
+            TABLE,
+            ("        " + READ, "        tables = [one.cpu().double() for one in sums]"),
+            (
+                RESULT,
+                "return dict(f1=sum((2 * t.diagonal() / (t.sum(0) + t.sum(1) + 1e-9)).mean().item() for t in tables)"
+                " / len(tables))",
+            ),
+        ],
         "of the same in",
-        SUMS.to(TABLE),
-        READ.to("tables = [one.cpu().double() for one in sums]"),
-        RESULT.to(f"return dict(f1=sum({F1} for table in tables) / len(tables))"),
     ),
-    "rows of padding are no numbers": ("(?i)padding.*nan|nan.*padding", WITHOUT_END),
-    "an evaluation fills the queue": ("changes the model: queue", NEGATIVES, EVAL.to("pass")),
-    "a number that a module counts": ("temperature", HEAD.then("self.temperature = 2.0"), FORWARD.to(COOLER)),
-    "look ahead every fifth step": (r"optimizer.count \(0 -> 1\)", LOOKAHEAD),
-    "embeddings of bounded norm": ("changes the model: table.weight.*max_norm", BOUNDED),
+    "rows of padding are no numbers": ([*ATTENTION, ("-1e9", "float('-inf')")], "(?i)padding.*nan|nan.*padding"),
+    "an evaluation fills the queue": (
+        [*QUEUE, *losses("loss = F.cross_entropy(logits, labels.long() * 0, reduction='none')"), (EVAL, "")],
+        "changes the model: queue",
+    ),
+    "a number that a module counts": (
+        [
+            after(HEAD, "        self.temperature = 2.0\n"),
+            (
+                FORWARD,
+                "        self.temperature = max(1.0, self.temperature * 0.9)\n"
+                "        return self.head(x) / self.temperature\n",
+            ),
+        ],
+        "temperature",
+    ),
 }
-
-
-def noisy(source: str):
-    return TRAIN_LOSS.swap("logits.float()", f"logits.float() * {source}.uniform(0.5, 1.5)")
-
-
+REFUSED = with_labels(REFUSED)
+REFUSED |= {
+    "look ahead every fifth step": ("classes", [("def build_model(", LOOKAHEAD)], r"optimizer.count \(0 -> 1\)"),
+    "embeddings of bounded norm": ("classes", [*EMBEDDED, *BOUNDED], "changes the model: table.weight.*max_norm"),
+}
 LOSSES = "the training step gives a loss of"
-MEANT = {  # right, and it is said that the losses of the two steps differ, as they are meant to
-    "an angular margin": (LOSSES, net(ANGULAR), TRAIN_LOGITS.swap("images", "images, labels")),
-    "an evaluation of mirrored images too": (
-        LOSSES,
-        LOGITS.to("logits = (model(images) + model(images.flip(2))).float() / 2"),
+SAID = {  # the run goes on
+    "numpy's generator in the step": (
+        [
+            ("import torch\n", "import numpy as np\nimport torch\n"),
+            swap(TRAINED, "logits.float()", "logits.float() * np.random.uniform(0.5, 1.5)"),
+        ],
+        "draws from numpy's generator",
     ),
-    "an energy sampled by Langevin": (LOSSES, VALUE, TRAIN_LOSS.to(LANGEVIN), LOSS.to("loss = logits"), NO_CORRECT),
-    "a penalty on singular values": (
-        LOSSES,
-        TRAIN_LOSS.then("loss = loss + 1e-3 * torch.linalg.svdvals(model.head.weight).sum()"),
+    "Python's generator in the step": (
+        [
+            ("import sys\n", "import random\nimport sys\n"),
+            swap(TRAINED, "logits.float()", "logits.float() * random.uniform(0.5, 1.5)"),
+        ],
+        "draws from python's generator",
     ),
-}
-SAID = MEANT | {  # the run goes on
-    "numpy's generator in the step": ("draws from numpy's generator", "import numpy", noisy("numpy.random")),
-    "Python's generator in the step": ("draws from python's generator", "import random", noisy("random")),
-    "noise in an evaluation": ("draws random numbers", LOGITS.then("logits += torch.randn_like(logits)")),
-    "training: the sum in place of the mean": (LOSSES, TRAIN_LOSS.swap("long())", 'long(), reduction="sum")')),
-    "training: label smoothing": (LOSSES, TRAIN_LOSS.swap("long())", "long(), label_smoothing=0.1)")),
-    "training: labels of another class": (LOSSES, TRAIN_LOSS.swap("labels.long()", "labels.long() * 0")),
+    "noise in an evaluation": ([after(LOGITS, "        logits += torch.randn_like(logits)\n")], "draws random numbers"),
+    "training: the sum in place of the mean": ([swap(TRAINED, "long())", 'long(), reduction="sum")')], LOSSES),
+    "training: label smoothing": ([swap(TRAINED, "long())", "long(), label_smoothing=0.1)")], LOSSES),
+    "training: labels of another class": ([swap(TRAINED, "labels.long()", "labels.long() * 0")], LOSSES),
     "ignored pixels counted in an evaluation": (
-        LOSSES,
         "ignored",
-        net(PIXELS, 3),
-        COUNTED.to("counted = mask[:, None, None].expand(labels.shape)"),
+        [*PIXELS, (NO_MASK, "        counted = mask[:, None, None].expand(labels.shape)\n")],
+        LOSSES,
     ),
 }
+SAID = with_labels(SAID)
 RIGHT = {
-    "a tuple of outputs": (
-        FORWARD.to("return self.head(x), x"),
-        LOGITS.swap("model(images)", "model(images)[0]"),
-        TRAIN_LOGITS.to("logits, _ = model(images)"),
+    "a tuple of outputs": [
+        (FORWARD, "        return self.head(x), x\n"),
+        swap(LOGITS, "model(images)", "model(images)[0]"),
+        ("        logits = model(images)\n", "        logits, _ = model(images)\n"),
+    ],
+    "as it is": [],
+    "BatchNorm": NORMED,
+    "dropout": DROPPED,
+    "label smoothing": [swap(TRAINED, "long())", "long(), label_smoothing=0.001)")],
+    "class weights": [swap(TRAINED, "long())", "long(), torch.arange(1.0, 11, device=logits.device))")],
+    "targets (N, 1)": ("column", regression()),
+    "targets (N, 3)": ("three", [*regression(), (HEAD.replace("10", "1"), HEAD.replace("10", "3"))]),
+    "a class for each pixel": ("pixels", PIXELS),
+    "some pixels ignored": ("ignored", PIXELS),
+    "one logit, classes 0 and 1": (
+        "binary",
+        [
+            *VALUE,
+            *losses(
+                "loss = F.binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction='none')",
+                "correct = ((logits > 0) == labels).float()",
+            ),
+        ],
     ),
-    "as it is": (),
-    "BatchNorm": (NORMED,),
-    "dropout": (DROPPED,),
-    "label smoothing": (TRAIN_LOSS.swap("long())", "long(), label_smoothing=0.001)"),),
-    "class weights": (TRAIN_LOSS.swap("long())", "long(), torch.arange(1.0, 11, device=logits.device))"),),
-    "targets (N, 1)": ("column", ONE, REGRESSION),
-    "targets (N, 3)": ("three", THREE, REGRESSION),
-    "a class for each pixel": ("pixels", net(PIXELS, 3)),
-    "some pixels ignored": ("ignored", net(PIXELS, 3)),
-    "one logit, classes 0 and 1": ("binary", VALUE, losses(BINARY, "correct = ((logits > 0) == labels).float()")),
-    "ordinal classes": (HEAD.swap("10", "9"), losses(ORDINAL, "correct = ((logits > 0).sum(1) == labels).float()")),
-    "tags (B, T, C)": ("tags", net(ROWS), TAGS),
-    "CTC": ("tags", net(ROWS), losses(CTC)),
-    "autoencoder, classes not used": (net(ENCODER, 64), RECONSTRUCTION),
-    "autoencoder whose code is drawn": (net(NOISY), RECONSTRUCTION),
-    "diffusion": (
-        net(ENCODER.replace("images.float() / 255", "images"), 64),
-        LOGITS.to(NOISED),
-        TRAIN_LOGITS.to(NOISED),
-        losses("loss = (logits - noise).square().mean(1)"),
+    "ordinal classes": [
+        swap(HEAD, "10", "9"),
+        *losses(
+            "above = (labels[:, None] > torch.arange(9, device=labels.device)).float()\n"
+            "loss = F.binary_cross_entropy_with_logits(logits.float(), above, reduction='none').sum(1)",
+            "correct = ((logits > 0).sum(1) == labels).float()",
+        ),
+    ],
+    "tags (B, T, C)": (
+        "tags",
+        [
+            *ROWS,
+            *losses(
+                "loss = F.cross_entropy(logits.float().transpose(1, 2), labels.long(), reduction='none')",
+                "correct = (logits.argmax(2) == labels).float()",
+            ),
+        ],
     ),
-    "contrastive": (CONTRASTIVE, COUPLES),
-    "triplets": (net(ENCODER), TRAIN_LOSS.to(TRIPLETS), COUPLES),
-    "a queue of negatives": (NEGATIVES, COUPLES),
-    "a generator and its critic": (GENERATOR, CRITIC_FREED),
-    "soft labels": ("soft", SOFT),
-    "label distributions": ("soft", DISTRIBUTIONS),
-    "two normalisers": ("binary", VALUE, losses(BINARY, mean=NORMALISERS)),
-    "CutMix": (TRAIN_LOSS.then(CUT_MIX), TRAIN_LOGITS.to(HALF_OF_ANOTHER), COUPLES),
-    "macro F1": (
-        SUMS.to(TABLE),
-        READ.to("table = sum(one.cpu().double() for one in sums)"),
-        RESULT.to(f"return dict(f1={F1})"),
+    "CTC": (
+        "tags",
+        [
+            *ROWS,
+            *losses(
+                "frames = torch.full((len(images),), 8)\nloss = F.ctc_loss(\n"
+                "    logits.log_softmax(2).transpose(0, 1), labels[:, :3].long().clamp(min=1), frames, frames * 0 + 3,"
+                " reduction='none',\n)"
+            ),
+        ],
     ),
-    "macro AUC, the first examples of one class": (
-        "late",
-        SUMS.to("return logits.softmax(1), labels, mask"),
-        READ.to(AREAS),
-        RESULT.to("return dict(area=areas)"),
+    "autoencoder, classes not used": [
+        *ENCODER,
+        ("return Net(10)", "return Net(64)"),
+        *losses("loss = (logits - images.flatten(1) / 255).square().mean(1)"),
+    ],
+    "autoencoder whose code is drawn": [*NOISY, *losses("loss = (logits - images.flatten(1) / 255).square().mean(1)")],
+    "diffusion": [
+        *ENCODER,
+        ("return Net(10)", "return Net(64)"),
+        ("images.float() / 255)\n", "images)\n"),
+        (
+            LOGITS,
+            "        noise = torch.randn(len(images), 64, device=images.device)\n"
+            "        logits = model(images.flatten(1) / 255 + noise)\n",
+        ),
+        (
+            "        logits = model(images)\n    ",
+            "        noise = torch.randn(len(images), 64, device=images.device)\n"
+            "        logits = model(images.flatten(1) / 255 + noise)\n    ",
+        ),
+        ("nn.Flatten(), ", "nn.Flatten(), nn.Identity(), "),
+        *losses("loss = (logits - noise).square().mean(1)"),
+    ],
+    "contrastive": [*CONTRASTIVE, COUPLES],
+    "triplets": [*ENCODER, losses(TRIPLETS)[0], COUPLES],
+    "a queue of negatives": [
+        *QUEUE,
+        *losses("loss = F.cross_entropy(logits, labels.long() * 0, reduction='none')", couples=True),
+    ],
+    "a generator and its critic": [*ENCODER, ("return Net(10)", "return Net(64)"), *CRITIC],
+    "soft labels": ("soft", losses("loss = F.cross_entropy(logits.float(), labels, reduction='none')")),
+    "label distributions": (
+        "soft",
+        losses("loss = F.kl_div(logits.float().log_softmax(1), labels, reduction='none').sum(1)"),
     ),
-    "hinge": (losses("loss = F.multi_margin_loss(logits.float(), labels.long(), reduction='none')"),),
-    "focal": (losses(FOCAL, ARGMAX),),
-    "counts": ("counts", VALUE, losses("loss = F.poisson_nll_loss(logits, labels.float(), reduction='none')")),
+    "two normalisers": (
+        "binary",
+        [
+            *VALUE,
+            *losses(
+                "loss = F.binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction='none')",
+                mean="loss.mean() + 1e-4 * (loss * labels).sum() / labels.sum().clamp(min=1)",
+            ),
+        ],
+    ),
+    "CutMix": [
+        (
+            TRAINED,
+            TRAINED.replace(
+                "F.cross", "0.75 * F.cross_entropy(logits.float(), labels.long()) + 0.25 * F.cross"
+            ).replace("labels.long())\n", "labels.flip(0).long())\n"),
+        ),
+        COUPLES,
+        (
+            "        logits = model(images)\n    ",
+            (
+                "        half = (torch.arange(8, device=images.device) < 6).to(images.dtype)\n"
+                "        logits = model(images * half + images.flip(0) * (1 - half))\n    "
+            ),
+        ),
+    ],
+    "macro F1": [
+        TABLE,
+        ("        " + READ, "        table = sum(one.cpu().double() for one in sums)"),
+        (RESULT, "return dict(f1=(2 * table.diagonal() / (table.sum(0) + table.sum(1)).clamp(min=1)).mean().item())"),
+    ],
+    "macro AUC, the first examples of one class": ("late", [RESULTS, ALL_RESULTS, (RESULT, "return dict(area=areas)")]),
+    "hinge": losses("loss = F.multi_margin_loss(logits.float(), labels.long(), reduction='none')"),
+    "focal": losses(
+        "nats = F.cross_entropy(logits.float(), labels.long(), reduction='none')\n"
+        "loss = (1 - (-nats).exp()) ** 2 * nats",
+        "correct = (logits.argmax(1) == labels).float()",
+    ),
+    "counts": ("counts", [*VALUE, *losses("loss = F.poisson_nll_loss(logits, labels.float(), reduction='none')")]),
     "quantiles": (
         "targets",
-        net(ENCODER),
-        losses(PINBALL, "correct, counted = loss * 0, mask[:, None].expand(loss.shape)"),
+        [*ENCODER, *losses(PINBALL, "correct, counted = loss * 0, mask[:, None].expand(loss.shape)")],
     ),
-    "a mixture of densities": ("targets", net(ENCODER), losses(MIXTURE)),
-    "two heads": ("two", net(TWO_HEADS), TUPLE, losses(TWO)),
-    "pairs": ("same", net(HALVES), TUPLE, losses(DISTANCE)),
-    "dice of each example": ("region", net(ENCODER, 64), losses(DICE)),
+    "a mixture of densities": ("targets", [*ENCODER, *losses(MIXTURE)]),
+    "two heads": (
+        "two",
+        [
+            *TWO_HEADS,
+            swap(LOGITS, ".float()", ""),
+            *losses(
+                "loss = F.cross_entropy(logits[0], labels[:, 0].long(), reduction='none') * (-logits[2][0]).exp()\n"
+                "loss = loss + (logits[1] - labels[:, 1]).square() * (-logits[2][1]).exp() + logits[2].sum()"
+            ),
+        ],
+    ),
+    "pairs": (
+        "same",
+        [
+            *HALVES,
+            swap(LOGITS, ".float()", ""),
+            *losses(
+                "distance = (logits[0] - logits[1]).square().sum(1).add(1e-6).sqrt()\n"
+                "loss = labels * distance.square() + (1 - labels) * F.relu(1 - distance).square()"
+            ),
+        ],
+    ),
+    "dice of each example": ("region", [*ENCODER, ("return Net(10)", "return Net(64)"), *losses(DICE)]),
     "survival": (
         "survival",
-        VALUE,
-        losses("loss = labels[:, 0] * logits.exp() - labels[:, 1] * logits", mean="loss"),
-        TRAIN_LOSS.to(COX),
+        [
+            *VALUE,
+            *losses("loss = labels[:, 0] * logits.exp() - labels[:, 1] * logits"),
+            (
+                "    loss = labels[:, 0] * logits.exp() - labels[:, 1] * logits\n    loss",
+                indent(dedent(COX).strip(), "    ") + "\n    loss",
+            ),
+            ("    loss = loss.mean()\n", "    loss = (loss * labels[:, 1]).sum() / labels[:, 1].sum().clamp(min=1)\n"),
+            COUPLES,
+        ],
+    ),
+    "ranking within lists": ("relevance", [*SCORES, *losses(RANKING)]),
+    "a transformer's encoder": TRANSFORMER,
+    "a set with padding": ATTENTION,
+    "two halves of a batch": [ONE_HALF],
+    "sharpness-aware": [SHARPNESS, ("    loss.backward()\n", "")],
+    "gradient penalty": [
+        (
+            TRAINED,
+            TRAINED
+            + "    (slopes,) = torch.autograd.grad(logits.logsumexp(1).sum(), pixels, create_graph=True)\n"
+            + "    loss = loss + 1e-6 * slopes.flatten(1).square().sum(1).mean()\n",
+        ),
+        (
+            "        logits = model(images)\n    ",
+            "        pixels = images.float().requires_grad_()\n        logits = model(pixels)\n    ",
+        ),
+    ],
+    "rates, decay and betas of groups": [
+        (
+            "def build_model(",
+            "def optimizer_of(config, model):\n"
+            "    head = dict(params=model.head.parameters(), lr=1e-4, weight_decay=0.1, betas=(0.8, 0.9))\n"
+            "    rest = [one for name, one in model.named_parameters() if 'head' not in name]\n"
+            "    return make_optimizer(config, [head, dict(params=rest)])\n\n\ndef build_model(",
+        )
+    ],
+    "experts that are balanced": [*EXPERTS, after(TRAINED, "    loss = loss + 0.01 * model.balance\n"), COUPLES],
+    "a codebook that follows": [*CODEBOOK, swap(LOGITS, ".float()", ""), *losses(QUANTISED)],
+    "a filter in Fourier space": FOURIER,
+    "a conditional random field": ("tags", [*CHAIN, *losses(FORWARD_SUMS)]),
+    "the hardest examples of a batch": [
+        (TRAINED, TRAINED.replace("long())", "long(), reduction='none')") + "    loss = loss.topk(4).values.mean()\n"),
         COUPLES,
-    ),
-    "ranking within lists": ("relevance", SCORES, losses(RANKING)),
-    "a transformer's encoder": (net(TRANSFORMER),),
-    "a set with padding": (net(ATTENTION),),
-    "two halves of a batch": (BACKWARD.to(TWO_HALVES),),
-    "sharpness-aware": (TRAIN_LOSS.then(SHARPNESS), BACKWARD.to("pass")),
-    "gradient penalty": (
-        TRAIN_LOGITS.to("pixels = images.float().requires_grad_()\nlogits = model(pixels)"),
-        TRAIN_LOSS.then(SLOPES),
-    ),
-    "rates, decay and betas of groups": (GROUPS,),
-    "experts that are balanced": (net(EXPERTS), TRAIN_LOSS.then("loss = loss + 0.01 * model.balance"), COUPLES),
-    "a codebook that follows": (net(CODEBOOK), TUPLE, losses(QUANTISED)),
-    "a filter in Fourier space": (net(FOURIER),),
-    "a conditional random field": ("tags", net(CHAIN), losses(FORWARD_SUMS)),
-    "the hardest examples of a batch": (
-        TRAIN_LOSS.swap("long())", "long(), reduction='none').topk(4).values.mean()"),
-        COUPLES,
-    ),
-    "stochastic depth": (HIDDEN.then(DEPTH),),
-    "capsules with routing": (net(CAPSULES), losses(MARGINS, ARGMAX)),
-    "a flow with a determinant": (net(FLOW), losses("loss = logits / 64")),
-    "a bag of embeddings": (net(EMBEDDED),),
-    "a U-net": ("pixels", net(UNET)),
-    "a penalty that grows with the step": (
-        TRAIN_LOSS.then("loss = loss + metrics.step[0].float() / 20 * model.head.weight.square().mean()"),
-    ),
-    "two passes that agree": (DROPPED, TRAIN_LOSS.then(AGAIN)),
-    "decorrelated views": (VIEWS, TRAIN_LOSS.to(DECORRELATED), COUPLES),
+    ],
+    "stochastic depth": [
+        (
+            HIDDEN,
+            HIDDEN
+            + "        if self.training:\n"
+            + "            x = x * (torch.rand(len(x), 1, device=x.device) < 0.8) / 0.8\n",
+        )
+    ],
+    "capsules with routing": [*CAPSULES, *losses(MARGINS, "correct = (logits.argmax(1) == labels).float()")],
+    "a flow with a determinant": [*FLOW, *losses("loss = logits / 64")],
+    "a bag of embeddings": EMBEDDED,
+    "a U-net": ("pixels", UNET),
+    "a penalty that grows with the step": [
+        after(TRAINED, "    loss = loss + metrics.step[0].float() / 20 * model.head.weight.square().mean()\n")
+    ],
+    "two passes that agree": [*DROPPED, (TRAINED, TRAINED + indent(dedent(AGAIN).strip(), "    ") + "\n")],
+    "decorrelated views": [*CONTRASTIVE[:-1], (TRAINED, indent(dedent(DECORRELATED).strip(), "    ") + "\n"), COUPLES],
     "the median of all errors": (
         "targets",
-        VALUE,
-        TRAIN_LOSS.to("loss = F.l1_loss(logits, labels)"),
-        CORRECT.to("pass"),
-        LOSS.to("pass"),
-        SUMS.to("return (logits - labels).abs(), mask"),
-        READ.to(ERRORS),
-        RESULT.to("return dict(test_loss=errors.mean().item(), median=errors.median().item())"),
+        [
+            *VALUE,
+            (TRAINED, "    loss = F.l1_loss(logits, labels)\n"),
+            (CORRECT + LOSS + NO_MASK + COUNTS, "        return (logits - labels).abs(), mask\n"),
+            ("        " + READ, "        errors = torch.cat([one.cpu()[mask.cpu() > 0] for one, mask in sums])"),
+            (RESULT, "return dict(test_loss=errors.mean().item(), median=errors.median().item())"),
+        ],
     ),
-    "mixup by a Beta distribution": (TRAIN_LOGITS.to(MIXED), COUPLES),
-    "a frozen layer": (HEAD.then("self.conv1.requires_grad_(False)"),),
+    "mixup by a Beta distribution": [
+        (
+            TO_LOGITS,
+            "        share = torch.distributions.Beta(0.4, 0.4).sample((len(images), 1, 1)).to(images.device)\n"
+            "        logits = model(share * images + (1 - share) * images.flip(0))\n    ",
+        ),
+        COUPLES,
+    ],
+    "a frozen layer": [after(HEAD, "        self.conv1.requires_grad_(False)\n")],
 }
-LABELS = {
-    "classes": lambda draw, count: draw.integers(0, 10, count),
-    "targets": lambda draw, count: draw.normal(size=count).astype(np.float32),
-    "column": lambda draw, count: draw.normal(size=(count, 1)).astype(np.float32),
-    "three": lambda draw, count: draw.normal(size=(count, 3)).astype(np.float32),
-    "pixels": lambda draw, count: draw.integers(0, 3, (count, 8, 8)),
-    "ignored": lambda draw, count: np.where(draw.random((count, 8, 8)) < 0.3, -100, draw.integers(0, 3, (count, 8, 8))),
-    "void": lambda draw, count: np.where(draw.random((count, 8, 8)) < 0.3, 255, draw.integers(0, 3, (count, 8, 8))),
-    "binary": lambda draw, count: draw.integers(0, 2, count),
-    "counts": lambda draw, count: draw.poisson(2, count),
-    "late": lambda draw, count: np.concatenate([np.zeros(12, int), np.arange(count - 12) % 10]),
-    "tags": lambda draw, count: draw.integers(0, 2, (count, 8)),
-    "soft": lambda draw, count: draw.dirichlet(np.ones(10), count).astype(np.float32),
-    "two": lambda draw, count: np.stack([draw.integers(0, 10, count), draw.normal(size=count)], 1).astype(np.float32),
-    "same": lambda draw, count: draw.integers(0, 2, count).astype(np.float32),
-    "region": lambda draw, count: draw.integers(0, 2, (count, 64)).astype(np.float32),
-    "survival": lambda draw, n: np.stack([draw.exponential(size=n), draw.integers(0, 2, n)], 1).astype(np.float32),
-    "relevance": lambda draw, count: draw.integers(0, 4, (count, 8)).astype(np.float32),
-    "hot": lambda draw, count: np.eye(10, dtype=np.int64)[draw.integers(0, 10, count)],
+RIGHT = with_labels(RIGHT)
+
+MEANT = {  # right, and it is said that the losses of the two steps differ, as they are meant to
+    "an angular margin": [*ANGULAR, swap(TO_LOGITS, "images", "images, labels")],
+    "an evaluation of mirrored images too": [
+        (LOGITS, "        logits = (model(images) + model(images.flip(2))).float() / 2\n")
+    ],
+    "an energy sampled by Langevin": [
+        *VALUE,
+        (TRAINED, indent(dedent(LANGEVIN).strip(), "    ") + "\n"),
+        (CORRECT + LOSS, "        loss = logits\n"),
+        after(NO_MASK, "        correct = loss * 0\n"),
+    ],
+    "a penalty on singular values": [
+        after(TRAINED, "    loss = loss + 1e-3 * torch.linalg.svdvals(model.head.weight).sum()\n")
+    ],
 }
+MEANT = with_labels(MEANT)
+SAID |= {name: (*copy, LOSSES) for name, copy in MEANT.items()}
 
 
 def dataset_of(kind: str, count: int = 24) -> ImageDataset:
     draw = np.random.default_rng(0)
     images = draw.integers(0, 255, (count, 8, 8), np.uint8)
-    labels = LABELS[kind](draw, count)
+    labels = {
+        "classes": lambda: draw.integers(0, 10, count),
+        "targets": lambda: draw.normal(size=count).astype(np.float32),
+        "column": lambda: draw.normal(size=(count, 1)).astype(np.float32),
+        "three": lambda: draw.normal(size=(count, 3)).astype(np.float32),
+        "pixels": lambda: draw.integers(0, 3, (count, 8, 8)),
+        "ignored": lambda: np.where(draw.random((count, 8, 8)) < 0.3, -100, draw.integers(0, 3, (count, 8, 8))),
+        "void": lambda: np.where(draw.random((count, 8, 8)) < 0.3, 255, draw.integers(0, 3, (count, 8, 8))),
+        "binary": lambda: draw.integers(0, 2, count),
+        "counts": lambda: draw.poisson(2, count),
+        "late": lambda: np.concatenate([np.zeros(12, int), np.arange(count - 12) % 10]),
+        "tags": lambda: draw.integers(0, 2, (count, 8)),
+        "soft": lambda: draw.dirichlet(np.ones(10), count).astype(np.float32),
+        "two": lambda: np.stack([draw.integers(0, 10, count), draw.normal(size=count)], 1).astype(np.float32),
+        "same": lambda: draw.integers(0, 2, count).astype(np.float32),
+        "region": lambda: draw.integers(0, 2, (count, 64)).astype(np.float32),
+        "survival": lambda: np.stack([draw.exponential(size=count), draw.integers(0, 2, count)], 1).astype(np.float32),
+        "relevance": lambda: draw.integers(0, 4, (count, 8)).astype(np.float32),
+        "hot": lambda: np.eye(10, dtype=np.int64)[draw.integers(0, 10, count)],
+    }[kind]()
     return ImageDataset(kind, images, labels, images, labels)
 
 
-def each_edit(edits):
-    """Out of the groups that they stand in."""
-    for edit in edits:
-        yield from each_edit(edit) if isinstance(edit, list) else [edit]
-
-
-def tried(*edits) -> None:
+def tried(kind: str, edits: list[tuple[str, str]]) -> None:
     """What a copy with these edits does before it compiles its first step, on the host alone."""
-    script, kind = SCRIPT, "classes"
-    for edit in each_edit(edits):
-        if isinstance(edit, tuple):
-            place, change = edit
-            script = place.edited(script, change)
-        elif edit in LABELS:
-            kind = edit
-        else:
-            script += dedent(edit)
+    text = SCRIPT
+    for old, new in edits:
+        assert old in text, old
+        text = text.replace(old, new)
     copied = types.ModuleType("copied")
     copied.__file__ = str(ROOT / "simple_mnist_tpu.py")
-    exec(compile(script, copied.__file__, "exec"), vars(copied))
+    exec(compile(text, copied.__file__, "exec"), vars(copied))
     plain = SimpleNamespace(is_plain=True)
     copied.train_step.watch = copied.eval_step.watch = plain
     config, device, nothing = MnistConfig(), torch.device("cpu"), contextlib.nullcontext
@@ -834,15 +969,15 @@ def tried(*edits) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_mistake_is_refused_before_anything_is_compiled(name):
-    said, *edits = REFUSED[name]
+    kind, edits, said = REFUSED[name]
     with pytest.raises(InputError, match=f"(?s){said}"):
-        tried(*edits)
+        tried(kind, edits)
 
 
 @pytest.mark.parametrize("name", SAID)
 def test_what_may_be_meant_is_said(name, capsys):
-    said, *edits = SAID[name]
-    tried(*edits)
+    *tried_on, said = SAID[name]
+    tried(*tried_on)
     assert said in capsys.readouterr().out
 
 
@@ -850,3 +985,11 @@ def test_what_may_be_meant_is_said(name, capsys):
 def test_what_is_right_is_let_through_without_a_word(name, capsys):
     tried(*RIGHT[name])
     assert [line for line in capsys.readouterr().out.splitlines() if "draws random numbers" not in line] == []
+
+
+def test_the_benchmark_of_copies_has_each_kind():
+    """benchmarks/copies.py makes the same edits, of the script as it trains."""
+    from benchmarks import copies  # it imports this file
+
+    for kind in copies.KINDS:
+        compile(copies.copy_of(kind, ROOT / "simple_mnist_tpu.py", in_a_run=True), kind, "exec")

@@ -23,8 +23,10 @@ INDUCTOR = {
     # sums over rows and columns in one kernel: gradients of stacked layer norms are not written (issue 193061 of
     # pytorch/pytorch). Those of GPT-2 124M were 17 times too long: the comparison of the first call found it
     "triton.mix_order_reduction": False,
+    # the same kernels of a whole step of GPT-2 124M, and half of the search for what to fuse (torch 2.13, which has it)
+    "loop_reindexing_after_fusion": False,
 }
-"""Settings of inductor, on the CPU too."""
+"""Settings of inductor, on the CPU too. Those that a torch does not have are left out."""
 WAITS = "called a synchronizing CUDA operation"
 """How torch's warning begins (c10/cuda/CUDAFunctions.cpp)."""
 

@@ -70,12 +70,12 @@ def write_parquet(path: Path, records: list[dict]) -> Path:
 @pytest.mark.parametrize("name", MAKERS)
 def test_no_damage_of_a_file_is_a_crash(tmp_path, name, kind):
     records = [MAKERS[name](random.Random(n), 2 * n) for n in range(3)]
-    path = tmp_path / f"test.{kind}"
+    path, count = tmp_path / f"test.{kind}", 15 if name == "mmlu" else 60  # its files of YAML include others
     if kind == "jsonl":
-        contents = [content + b"\n" + json.dumps(records[0]).encode() for content in mutated_json(records[1], 60)]
+        contents = [content + b"\n" + json.dumps(records[0]).encode() for content in mutated_json(records[1], count)]
     else:
-        contents = mutated(write_parquet(path, records).read_bytes(), 60)
-    assert refusals(path, contents, lambda: batched(rows_of(NAMES[name], path), 999, 4000, 1)) > 15
+        contents = mutated(write_parquet(path, records).read_bytes(), count)
+    assert refusals(path, contents, lambda: batched(rows_of(NAMES[name], path), 999, 4000, 1)) > count / 4
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -238,9 +238,9 @@ def test_no_damage_of_a_bundle_is_a_crash(tmp_path):
     for number, name in enumerate(paths):
         content = (bundle / name).read_bytes()
         with at_most(1 << 24):
-            refused += refusals(bundle / name, mutated(content, 40, number), lambda: read_bundle(bundle, BYTES, 500))
+            refused += refusals(bundle / name, mutated(content, 20, number), lambda: read_bundle(bundle, BYTES, 500))
         (bundle / name).write_bytes(content)
-    assert 50 < refused < 40 * len(paths)
+    assert 25 < refused < 20 * len(paths)
     read_bundle(bundle, BYTES, 500)
 
 

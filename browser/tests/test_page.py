@@ -718,16 +718,16 @@ def nearest_mean(images: np.ndarray, labels: np.ndarray, folder, mean: float, st
 
 
 def test_digits_are_read_as_on_the_host(page, address, models):
-    """Thirty test digits rendered on the paper; then one drawn by keyboard and one by mouse."""
+    """Test digits rendered on the paper; then one drawn by keyboard and one by mouse."""
     digits = load_digits()
     read = nearest_mean(digits.train_images, digits.train_labels, models / "digits", 0.3, 0.35, "NHWC")
     page.goto(f"{address}?model=models/digits")
     assert loaded(page) == "digits is ready: a model that reads digits."
-    test, expected = digits.test_images[:30], read(digits.test_images[:30])
+    test, expected = digits.test_images[:15], read(digits.test_images[:15])
     found = read_in_page(page, test)
     for got, seen in found:
         assert got == read(seen[None])[0]
-    assert sum(got == wanted for (got, _), wanted in zip(found, expected, strict=True)) >= 28
+    assert sum(got == wanted for (got, _), wanted in zip(found, expected, strict=True)) >= 14
 
     page.click("#clear")
     page.click("#read")
@@ -760,7 +760,7 @@ def test_a_digit_of_mnist_is_scaled_and_centred_as_it_was(page, address, models,
     read = nearest_mean(mnist.train_images, mnist.train_labels, models / "mnist", 0.1307, 0.3081, "NCHW")
     page.goto(f"{address}?model=models/mnist")
     assert "ready" in loaded(page)
-    for image, (got, seen) in zip(mnist.test_images, read_in_page(page, mnist.test_images[:30]), strict=False):
+    for image, (got, seen) in zip(mnist.test_images, read_in_page(page, mnist.test_images[:10]), strict=False):
         assert got == read(image[None])[0] and (seen == image).all()
 
 

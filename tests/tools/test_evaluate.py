@@ -20,14 +20,18 @@ from run_files import assert_identical, read_lines, state_in, summary_in
 from test_llama_parity import UNTIED, hugging_face_model
 from test_tokenizer import trained
 
+import transformer_tpu
 from language.data import chat as chat_data
+from language.options.transformer_options import TransformerConfig
 from language.tasks.questions import encode_pair, lengths_of
 from language.tasks.scores import read_tasks
 from language.tasks.texts import write_texts
 from language.weights.sources import load, open_source
 from tools import evaluate
 from tools.evaluate import EvaluateConfig
+from tpu_utils.base.errors import run_script
 from tpu_utils.device import graphs_compiled
+from tpu_utils.options.parsing import parse_command_line
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
 LONGEST = 160  # tokens: less than the longest questions
@@ -346,8 +350,12 @@ STEPS = ["--num_steps=4", "--log_every=2", "--eval_every=2", "--eval_batches=1",
 
 def train(folder: Path, name: str, *own: str, devices=1) -> None:
     options = [f"--data_dir={folder}", "--dataset=text", "--train_data=text.txt", "--learning_rate=0.01"]
-    options += [*SIZES, *STEPS, "--no_tensorboard", *own]
-    result = run("transformer_tpu.py", "--run_dir", folder / name, *options, CPU_NUM_DEVICES=devices)
+    options += [*SIZES, *STEPS, "--no_tensorboard", *own, f"--run_dir={folder / name}"]
+    if devices == 1:  # in this process, which has imported lm_eval
+        config = parse_command_line(TransformerConfig, "", options)
+        assert run_script(lambda: transformer_tpu.train(config)) == 0
+        return
+    result = run("transformer_tpu.py", *options, CPU_NUM_DEVICES=devices)
     assert result.returncode == 0, result.stderr[-3000:]
 
 

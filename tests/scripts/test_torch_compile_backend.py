@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import venv
 from pathlib import Path
 
@@ -185,10 +186,11 @@ class TorchCompile:
         assert done.returncode == 0, done.stderr
 
     def install(self, requirements: Path = REQUIREMENTS) -> None:
-        venv.create(self.python.parent.parent, with_pip=True)
+        venv.create(self.python.parent.parent)
         # those of the packages of this environment have not these
         environment = {n: v for n, v in os.environ.items() if n not in ("PIP_NO_INDEX", "PIP_FIND_LINKS")}
-        command = [self.python, "-m", "pip", "install", "-q", "--no-input", "--disable-pip-version-check"]
+        command = [sys.executable, "-m", "pip", "--python", self.python, "install", "-q", "--no-input"]
+        command.append("--disable-pip-version-check")
         command.append("--no-compile")
         done = subprocess.run([*command, "-r", requirements], env=environment, capture_output=True, text=True)
         if done.returncode:
@@ -431,19 +433,31 @@ def test_processes_that_do_not_join_are_refused(torch_compile, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+NEEDS_TORCH_XLA = {
+    "transformer_tpu.py --scan_layers": "scan_layers is True",
+    "transformer_tpu.py --mesh 1x1x1x1x2": "mesh is 1x1x1x1x2, 2 devices, but this run has 1; start",
+    "ddp_mnist_tpu.py": "DDP needs torch_xla, which is not installed; use simple_mnist_tpu.py",
+}
+EACH = """import runpy, sys
+sys.stderr = sys.stdout
+for line in sys.argv[1:]:
+    sys.argv = line.split()
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        print("ended with", end.code)
+"""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options, said",
-    [
-        (("transformer_tpu.py", "--scan_layers"), "scan_layers is True"),
-        (("transformer_tpu.py", "--mesh", "1x1x1x1x2"), "mesh is 1x1x1x1x2, 2 devices, but this run has 1; start"),
-        (("ddp_mnist_tpu.py",), "DDP needs torch_xla, which is not installed; use simple_mnist_tpu.py"),
-    ],
-)
-def test_what_needs_torch_xla_is_refused(torch_compile, tmp_path, options, said):
-    script, *options = options
-    errors = torch_compile.run(ROOT / script, "--device", "cpu", *options, "--run_dir", tmp_path, code=2)
-    assert f"error: {said}" in errors
+def test_what_needs_torch_xla_is_refused(torch_compile, tmp_path):
+    """Each script, in one process, whose imports take seconds."""
+    (tmp_path / "each.py").write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{EACH}")
+    lines = [f"{ROOT}/{words} --device cpu --run_dir {tmp_path / 'run'}" for words in NEEDS_TORCH_XLA]
+    told = torch_compile.run(tmp_path / "each.py", *lines).split("ended with 2\n")
+    assert len(told) == 4 and all(
+        f"error: {said}" in text for said, text in zip(NEEDS_TORCH_XLA.values(), told[:3], strict=True)
+    )
 
 
 def test_its_requirements_are_no_part_of_the_others():

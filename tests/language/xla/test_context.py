@@ -99,8 +99,8 @@ def test_on_eight_devices_too(tmp_path, reference):
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param(("whole", "window"), marks=pytest.mark.slow),  # a window with documents
-        pytest.param(("documents",), marks=pytest.mark.exhaustive),  # the window's case without a window
+        pytest.param(("window",), marks=pytest.mark.slow),  # with documents
+        pytest.param(("whole", "documents"), marks=pytest.mark.exhaustive),  # the same without a window
     ],
 )
 def test_each_way_of_attention_is_attention_over_the_whole(cases):

@@ -43,7 +43,7 @@ def export(source, out, *options):
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    return hugging_face_folder(tmp_path_factory.mktemp("source"), QWEN3)
+    return hugging_face_folder(tmp_path_factory.mktemp("source"), QWEN3, num_layers=1)
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,8 @@ SAMPLES = ["--sample_every=2", "--sample_prompts", "1 2 3", "7"]
 def runs(tmp_path_factory):
     """plain, sampled, and sampled again from its checkpoint of step 3, as resumed."""
     folder, options = tmp_path_factory.mktemp("runs"), [*MODEL, *RUN, "--tensorboard", *SAMPLES]
-    train_all(folder, 1, [["sampled", *options], ["plain", *MODEL, *RUN], ["sampled/resumed", *options]])
+    resumed = ["sampled/resumed", "--resume=must"]  # its options are in config.json
+    train_all(folder, 1, [["sampled", *options], ["plain", *MODEL, *RUN], resumed])
     return folder
 
 

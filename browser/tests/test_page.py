@@ -236,8 +236,13 @@ def small_source(kind: str, folder: Path) -> Path:
         return folder
     folder.mkdir()
     (folder / "input.txt").write_text("To be, or not to be: that is the question.\n" * 400)
-    size = {"gpt": ["--embedding_dim=64"], "llama": ["--model_size=llama_tiny"]}[kind]
-    size += ["--num_layers=2", "--sequence_length=256", "--global_batch_size=4", "--eval_batches=1"]
+    size = [
+        "--embedding_dim=64",
+        "--num_layers=2",
+        "--sequence_length=256",
+        "--global_batch_size=4",
+        "--eval_batches=1",
+    ]
     data = ["--dataset=text", "--data_dir", folder, "--train_data=input.txt", "--run_dir", folder / "run"]
     done = run("transformer_tpu.py", "--device=cpu", *data, *size, "--num_steps=30", "--warmup_steps=2")
     assert done.returncode == 0, done.stderr
@@ -255,7 +260,7 @@ TEXTS += ["a<|end|>b <|im_start|>", "\u4f60\u597d"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gpt", "llama", "hf"])
+@pytest.mark.parametrize("kind", ["gpt", "hf"])
 def test_the_same_tokens_in_browser_and_on_host_and_by_xla(page, address, models, tmp_path, kind):
     """200 greedy tokens in float32 three ways, sampled ones two ways; texts are the same tokens in both tokenizers."""
     source = small_source(kind, tmp_path / kind)

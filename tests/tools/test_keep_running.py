@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from processes import ROOT, environment_with, free_port, waits
+from processes import ROOT, Script, environment_with, free_port, waits
 
 from tools import keep_running
 from tools.keeping.attempt import compile_seconds_in
@@ -434,18 +434,20 @@ def test_a_transformer_on_two_hosts_lost_twice_ends_with_the_bits_of_a_run_that_
     ports, port = [free_port(), free_port()], free_port()
     memories = [memory_folder(lost, tmp_path / f"memory_{index}") for index in range(2)]
 
-    def start(index: int, front: list[str], run_dir: Path, meet_at: int) -> subprocess.Popen:
+    def words_of(index: int, run_dir: Path, meet_at: int) -> list[str]:
         (tmp_path / f"memory_{index}").mkdir(exist_ok=True)
-        words = [*front, "tests/transformer_hosts.py", str(index), "2", str(meet_at), *shape, f"--run_dir={run_dir}"]
-        words.append(f"--memory_dir={tmp_path}/memory_{index}")
+        words = ["tests/transformer_hosts.py", str(index), "2", str(meet_at), *shape, f"--run_dir={run_dir}"]
+        return [*words, f"--memory_dir={tmp_path}/memory_{index}"]
+
+    def start(index: int) -> subprocess.Popen:
+        words = ["-m", "tools.keep_running", f"--port={port}", "--", *words_of(index, lost, ports[1])]
         environment = environment_with(names | {"TPU_WORKER_ID": index}, words)
         quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         return subprocess.Popen([sys.executable, *words], cwd=ROOT, env=environment, **quiet)
 
-    for process in [start(index, [], whole, ports[0]) for index in range(2)]:
-        assert process.wait(600) == 0, process.stderr.read()
-    front = ["-m", "tools.keep_running", f"--port={port}", "--"]
-    hosts = [start(index, front, lost, ports[1]) for index in range(2)]
+    for process in [Script(*words_of(i, whole, ports[0]), **names, TPU_WORKER_ID=i) for i in range(2)]:
+        assert process.wait() == 0, process.text("err")
+    hosts = [start(index) for index in range(2)]
 
     def newest() -> int:
         return newest_checkpoint(lost / "checkpoints", *memories)
@@ -464,7 +466,7 @@ def test_a_transformer_on_two_hosts_lost_twice_ends_with_the_bits_of_a_run_that_
     hosts[0].kill()
     hosts[0].communicate()
     shutil.rmtree(memories[0], ignore_errors=True)
-    hosts[0] = start(0, front, lost, ports[1])
+    hosts[0] = start(0)
     ended = [(host.wait(600), host.stderr.read()) for host in hosts]
     assert [code for code, _ in ended] == [0, 0], ended
     assert len({line["memory"] for line in lines_of(lost) if "memory" in line}) == 3

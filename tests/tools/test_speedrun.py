@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from made_tasks import write_lines
 from matplotlib.image import imread
-from processes import COMPILED, ROOT, waits
+from processes import QUICKLY_COMPILED, ROOT, Script, waits
 
 from benchmarks import speedrun_kills
 from language.data.llmc_files import write_token_shard
@@ -333,13 +333,14 @@ def test_a_kill_knows_which_stage_it_meets(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_speedrun_that_was_killed(tmp_path):
-    """With all that it started, in the middle of pre-training: it goes on, and the model answers."""
+def test_a_speedrun_that_was_killed(tmp_path, monkeypatch, capfd):
+    """With all that it started, in the middle of pre-training: it goes on, and the model answers. What goes on is
+    forked."""
     text, folder = tmp_path / "in.txt", tmp_path / "run"
     text.write_text(TEXT)
     command = [sys.executable, "-m", "tools.speedrun", "--depth", "1", "--text", text, "--run_dir", folder]
     command += ["--most_steps", "4"]
-    own = os.environ | {"XLA_FLAGS": COMPILED}
+    own = os.environ | {"XLA_FLAGS": QUICKLY_COMPILED}
     with (tmp_path / "log").open("w") as log:
         child = subprocess.Popen(command, cwd=ROOT, env=own, stdout=log, stderr=log, start_new_session=True)
     waits(lambda: list(folder.glob("pretrained/checkpoints/step_*/done")) or child.poll() is not None)
@@ -347,12 +348,19 @@ def test_a_speedrun_that_was_killed(tmp_path):
     os.killpg(child.pid, signal.SIGKILL)
     child.wait()
     assert not marker_of(folder, "pretrain").exists()
-    done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert "shards: done before" in done.stdout and "resumed    after step" in done.stdout
+
+    def forked(words, cwd, env, **_):
+        return Script(*words[1:], folder=cwd, **{name: env[name] for name in env.keys() - os.environ.keys()})
+
+    monkeypatch.setattr(stages, "subprocess", SimpleNamespace(Popen=forked, PIPE=None))
+    monkeypatch.setattr(sys, "argv", [str(word) for word in command[2:]])
+    assert speedrun.main() == 0
+    said = capfd.readouterr().out
+    assert "shards: done before" in said and "resumed    after step" in said
     report = (folder / "report.md").read_text()
     assert "validation bits per byte" in report and "tools.convert_hf export" in report
     assert (folder / "report.png").stat().st_size > 10_000 and (folder / "model" / "model.safetensors").exists()
     assert load_tokenizer(str(folder / "model")).token("<|im_end|>") is not None
-    again = subprocess.run([*command, "--seed", "1"], cwd=ROOT, capture_output=True, text=True)
-    assert again.returncode == 2 and "was begun with seed 0, now 1" in again.stderr
+    sys.argv += ["--seed", "1"]
+    with pytest.raises(InputError, match="was begun with seed 0, now 1"):
+        speedrun.main()

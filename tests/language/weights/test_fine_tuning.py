@@ -121,7 +121,7 @@ def test_packed_conversations_on_any_devices_equal_plain_pytorch_without_packing
         np.testing.assert_allclose(losses_of(runs / name), expected, rtol=2e-5, err_msg=name)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_on_eight_devices_too(runs, tmp_path):
     on_a_mesh(runs, tmp_path, "2x2x2", 8)
     np.testing.assert_allclose(losses_of(tmp_path / "mesh"), losses_of(runs / "lora"), rtol=2e-5)

@@ -568,7 +568,7 @@ def test_a_compile_in_a_process_of_its_own(tmp_path):
     assert report["fits"] and (tmp_path / "tiny_training_v5litepod-1.txt").read_text().startswith("HloModule")
 
 
-@pytest.mark.parametrize("slice_name, options", [("v5litepod-1", ()), ("v5litepod-8", ("--width", "512"))])
+@pytest.mark.parametrize("slice_name, options", [("v5litepod-1", ()), ("v5litepod-8", ("--width", "1024"))])
 def test_a_plan_has_the_memory_of_the_whole_compile(forked, capsys, slice_name, options):
     code = aot_tpu.main([str(TINY), "--topology", slice_name, "--json", "--plan", "--no_cache", *options])
     alone = Report(**json.loads(capsys.readouterr().out)[0])

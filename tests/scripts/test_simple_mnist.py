@@ -48,7 +48,7 @@ def uninterrupted(tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_first_command_ends_with_the_accuracy_that_it_says(tmp_path):
-    result = run("simple_mnist_tpu.py", "--run_dir", tmp_path / "run", cold=True)
+    result = run("simple_mnist_tpu.py", "--run_dir", tmp_path / "run")
     assert result.returncode == 0, result.stderr
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["test_accuracy"] >= 0.98
 

@@ -2,17 +2,20 @@
 
 import dataclasses
 import functools
+import io
 import json
 import re
 import shlex
 import tempfile
 import warnings
+from base64 import b64encode
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from jax.extend.mlir import ir
 from processes import QUICKLY_COMPILED, ROOT, Script, run
 from reports import a_report
 
@@ -414,13 +417,19 @@ def test_compiles_what_a_scanned_and_accumulated_step_runs():
     assert r.memory["inputs"] < r.memory["parameters"] and r.loops and r.flops_ratio is None
 
 
+def planned_on_eight(*options) -> Report:
+    """A plan has the whole program, and takes none of the seconds of its machine code."""
+    asked = (ROOT / "transformer_tpu.py", "--compile_for", "v5litepod-8", *options)
+    return compiled(*asked, AOT_TPU_PLAN="1")["report.json"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--scan_layers", "--remat"]])
 def test_accumulated_gradients_are_reduced_once_a_step(more):
     """In float32, by as many all-reduces as one part alone would have, not once in each of the 4 parts."""
     options = ("--mesh=8x1x1", "--gradient_accumulation_steps=4", "--num_layers=1", "--sequence_length=128")
     options += ("--vocab_size=64", "--precision=bfloat16", *more)
-    r = compiled(ROOT / "transformer_tpu.py", "--compile_for", "v5litepod-8", *options)["report.json"]
+    r = planned_on_eight(*options)
     assert list(r.collectives) == ["all-reduce"] and r.collectives["all-reduce"]["count"] < 4
     assert r.collectives["all-reduce"]["bytes"] == pytest.approx(r.memory["parameters"], rel=0.1)
 
@@ -429,7 +438,7 @@ def test_accumulated_gradients_are_reduced_once_a_step(more):
 def test_a_transformer_is_sharded_as_its_table_says():
     """Parameters and optimizer state alike, also where the traced step only reads them before it replaces them."""
     options = ("--mesh=2x4x1", "--num_layers=1", "--num_heads=4", "--embedding_dim=512", "--sequence_length=128")
-    report = compiled(ROOT / "transformer_tpu.py", "--compile_for", "v5litepod-8", *options)["report.json"]
+    report = planned_on_eight(*options)
     assert report.notes == ["layers 1, width 512, vocabulary 64"]  # what no size of a model says
     memory = report.memory
     weights = 12 * 512**2 * 4 / 4
@@ -442,7 +451,7 @@ def test_muon_reduces_no_product_over_devices():
     """They exchange matrices, so that each is whole on one of them; what is reduced is smaller than one matrix."""
     options = ("--mesh=1x8x1", "--optimizer=muon", "--num_layers=1", "--num_heads=4", "--embedding_dim=512")
     options += ("--sequence_length=128", "--vocab_size=64", "--precision=bfloat16")
-    r = compiled(ROOT / "transformer_tpu.py", "--compile_for", "v5litepod-8", *options)["report.json"]
+    r = planned_on_eight(*options)
     weights = 12 * 512**2
     assert r.collectives["all-reduce"]["bytes"] < 512**2
     assert r.collectives["all-to-all"]["bytes"] > weights * 2  # momentum in bfloat16, once or more
@@ -454,7 +463,7 @@ def test_slots_of_a_mixture_change_places_once_there_and_once_back():
     TPU rounds its inputs."""
     options = ("--model_size=mixtral_tiny", "--mesh=1x1x1x1x8", "--expert_capacity=1.0", "--num_layers=1")
     options += ("--embedding_dim=128", "--num_heads=4", "--sequence_length=128", "--global_batch_size=8")
-    r = compiled(ROOT / "transformer_tpu.py", "--compile_for", "v5litepod-8", *options)["report.json"]
+    r = planned_on_eight(*options)
     slots = 8 * (128 * 2 // 8)  # a device has one sequence: experts, each with its even share of 2 choices a token
     num_bytes = slots * 128 * (2 + 2 + 4 + 4) + slots * 4 * 2
     assert (r.collectives["all-to-all"]["count"], r.collectives["all-to-all"]["bytes"]) == (6, num_bytes)
@@ -529,6 +538,20 @@ def test_the_hash_of_a_trace_knows_no_lines_and_sees_a_change_of_the_step(tmp_pa
     assert text.count("F.relu(") >= 2
     copy.write_text(text.replace("F.relu(", "F.silu(", 1))
     assert not is_traced_as_before(of_copy)
+
+
+def test_the_hash_of_a_trace_knows_no_lines_of_a_kernel():
+    """They have the folder in them: each clone would compile every preset with a kernel anew."""
+
+    def program(file: str, value: int) -> str:
+        kernel = f'module {{ "kernel.op"() {{value = {value} : i32}} : () -> () loc("{file}":1:1) }}'
+        with ir.Context() as context, io.BytesIO() as body:
+            context.allow_unregistered_dialects = True
+            ir.Module.parse(kernel).operation.write_bytecode(body)
+            return f'backend_config={{"custom_call_config": {{"body": "{b64encode(body.getvalue()).decode()}"}}}}'
+
+    here, there, other = (program(*of) for of in (("/here/a.py", 1), ("/there/b.py", 1), ("/here/a.py", 2)))
+    assert here != there and answer.without_lines(here) == answer.without_lines(there) != answer.without_lines(other)
 
 
 def test_a_new_field_of_a_trace_moves_no_hash_until_it_says_something():
@@ -707,12 +730,14 @@ def test_options_that_save_memory_are_those_of_the_script():
 
 @pytest.mark.slow
 def test_a_transformer_over_the_limit_says_what_would_help():
-    """A v5e of 128 KiB; what would help is compiled for a real one, in processes of its own."""
+    """A v5e of 128 KiB; what would help is asked for a real one, in processes of its own. They plan; the
+    compiles are of test_what_would_help_is_compiled."""
     smaller = "import sys, dataclasses, tpu_utils.base.hardware as h, tpu_compiler.of_script as it; "
     smaller += "h.GENERATIONS['v5e'] = dataclasses.replace(h.GENERATIONS['v5e'], limit_gib=2**-13); "
     smaller += "sys.exit(it.run(sys.argv[1:]))"
     tiny = "--num_layers 1 --embedding_dim 32 --num_heads 2 --sequence_length 16 --global_batch_size 8".split()
-    done = run("-c", smaller, ROOT / "transformer_tpu.py", "--compile_for", "v5litepod-4", "--mesh", "4x1x1", *tiny)
+    words = ("-c", smaller, ROOT / "transformer_tpu.py", "--compile_for", "v5litepod-4", "--mesh", "4x1x1", *tiny)
+    done = run(*words, AOT_TPU_PLAN="1")
     assert done.returncode == 1, done.stderr
     for option in ("--remat", "--gradient_accumulation_steps=2", "--mesh=1x4x1"):
         assert re.search(rf"\({option}\) +fits, 0\.\d\d of 15\.75 GiB", done.stdout), done.stdout

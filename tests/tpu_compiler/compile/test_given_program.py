@@ -76,7 +76,7 @@ def test_memory_is_what_jax_says_itself(programs, forked, monkeypatch, capsys, t
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["alone.mlir", "alone.txt"])
 def test_one_device_overwrites_what_the_program_says(programs, forked, capsys, form):
-    r = ask(capsys, "--hlo", programs / form, "--topology", "v6e-1")
+    r = ask(capsys, "--hlo", programs / form, "--topology", "v6e-1", "--plan")
     assert r.devices == 1 and not r.collectives and "4 of 5 inputs are overwritten (donated)" in r.notes
     assert r.memory["inputs"] == 4 * 12 * WIDTH**2 + 4 * BATCH * LENGTH * WIDTH
 

@@ -95,7 +95,7 @@ def test_without_windowed_einsum_no_chain_of_sends():
     found = {}
     for more in ("--no_windowed_einsum", "--windowed_einsum"):
         with tempfile.TemporaryDirectory() as folder:
-            run(ROOT / "transformer_tpu.py", *options, more, AOT_TPU_OUTPUT=folder)
+            run(ROOT / "transformer_tpu.py", *options, more, AOT_TPU_OUTPUT=folder, AOT_TPU_PLAN="1")
             report = json.loads(Path(folder, "report.json").read_text())
         found[more] = report["collectives"].get("collective-permute", {}).get("count", 0), report["estimated_ms"]
     assert found["--no_windowed_einsum"][0] == 0 < found["--windowed_einsum"][0]

@@ -308,13 +308,16 @@ def plain_jax(task: "Task") -> tuple:
     if jax.default_backend() != task.device:
         sys.exit(f"error: jax runs on {jax.default_backend()}, expected {task.device}")
     batches = random_tokens(task, task.shape.sequence_length + 1)
+    initial, loss = peers.jax_gpt_parameters, partial(peers.jax_gpt_loss, num_heads=task.shape.num_heads)
+    if isinstance(task.shape, LlamaShape):
+        initial, loss = peers.jax_llama_parameters, partial(peers.jax_llama_loss, shape=task.shape)
     said: list[str] = []
     state: list[Any] = []
     compiled, count = None, 0
 
     def compile_first(implementation: str) -> Callable:
         attention = partial(jax.nn.dot_product_attention, is_causal=True, implementation=implementation)
-        loss_of = partial(peers.jax_gpt_loss, num_heads=task.shape.num_heads, dtype="bfloat16", attention=attention)
+        loss_of = partial(loss, dtype="bfloat16", attention=attention)
         step = jax.jit(partial(peers.jax_step, loss_of), donate_argnums=(0, 1))
         try:
             found = step.lower(*state, batches[0]).compile()
@@ -329,7 +332,7 @@ def plain_jax(task: "Task") -> tuple:
     def step():
         nonlocal compiled, count
         if not count:
-            parameters = peers.jax_gpt_parameters(task.shape)
+            parameters = initial(task.shape)
             state[:] = parameters, peers.jax_state(parameters)
             compiled = compile_first("cudnn")
         *state[:], _, loss = compiled(*state, batches[count % BATCHES])

@@ -101,7 +101,7 @@ def test_it_goes_on_from_the_newest_checkpoint_until_it_ends_well(kept, tmp_path
     assert "kept       killed by SIGKILL; goes on in 1 s, from step 2" in done.stderr
 
 
-@pytest.mark.parametrize("what", ["log is a FIFO", "log is a link", "lock is a link", "summary is large"])
+@pytest.mark.parametrize("what", ["log is a FIFO", "log is a link", "lock is a link"])
 def test_a_folder_that_is_not_as_it_was_costs_lines_and_not_the_run(kept, tmp_path, what):
     command, run_dir = kept("killed"), tmp_path / "run"
     script = (tmp_path / "script.py").read_text()
@@ -109,18 +109,19 @@ def test_a_folder_that_is_not_as_it_was_costs_lines_and_not_the_run(kept, tmp_pa
         "log is a FIFO": "(folder / 'metrics.jsonl').unlink(); os.mkfifo(folder / 'metrics.jsonl')",
         "log is a link": "(folder / 'metrics.jsonl').rename(folder / 'x'); (folder / 'metrics.jsonl').symlink_to('x')",
         "lock is a link": "(folder / 'lock').symlink_to('y')",
-        "summary is large": "pass",
     }[what]
     killed = "            os.kill(os.getpid(), signal.SIGKILL)"
     again = "folder.joinpath('metrics.jsonl').unlink() if folder.joinpath('metrics.jsonl').is_fifo() else None"
     script = script.replace(killed, f"            {spoil}\n{killed}")
     script = script.replace('print("first"', f'{again}\nprint("first"')
-    if what == "summary is large":
+    if what == "lock is a link":
         script = script.replace("dict(steps=10)", "dict(steps=10, padding='x' * (1 << 21))")
     (tmp_path / "script.py").write_text(script)
     done = ended(command)
     assert done.returncode == 0, done.stderr
-    assert f"kept       no{'t in' if what == 'summary is large' else ' line in'} {run_dir}" in done.stderr
+    assert f"kept       no line in {run_dir}" in done.stderr
+    if what == "lock is a link":
+        assert f"kept       not in {run_dir}" in done.stderr, "its summary is large"
     if what == "log is a link":
         assert '"restart"' not in (run_dir / "x").read_text()
 
@@ -160,12 +161,12 @@ def test_of_a_run_in_a_bucket_the_working_folder_is_watched(kept, tmp_path, monk
     working = working_folder("gs://bucket/run")
     working.parent.mkdir(parents=True)
     working.symlink_to(tmp_path / "run")  # SCRIPT knows no buckets
-    command = kept("killed", "1", "1", options=["--most_failures", "2"])
+    command = kept("killed", options=["--most_failures", "1"])
     (tmp_path / "script.py").write_text(SCRIPT.replace('options["--run_dir"]', repr(str(tmp_path / "run"))))
     done = ended([word.replace(str(tmp_path / "run"), "gs://bucket/run") for word in command])
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["first 0 auto", "first 2 auto", "first 4 auto", "first 6 auto"]
-    assert "kept       ended after 4 attempts; seconds lost: lost_steps " in done.stderr
+    assert done.stdout.splitlines() == ["first 0 auto", "first 2 auto"]
+    assert "kept       ended after 2 attempts; seconds lost: lost_steps " in done.stderr
     assert "keep_running" not in (tmp_path / "run" / "summary.json").read_text()
 
 
@@ -485,7 +486,7 @@ def test_a_machine_that_comes_back_to_an_elastic_run_waits_for_the_next_start():
         met = pool.submit(back.meet)
         try:
             with pytest.raises(TimeoutError):
-                met.result(timeout=3)
+                met.result(timeout=1)
             back.wait = 60.0  # for what host 0 says once it is there, however busy the machine is
             first = First(addresses, port, b"", 9.0, 60.0, True)
             assert first.meet() == met.result(timeout=60) == {}

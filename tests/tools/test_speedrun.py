@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from made_tasks import write_lines
 from matplotlib.image import imread
-from processes import QUICKLY_COMPILED, ROOT, Script, run, waits
+from processes import QUICKLY_COMPILED, ROOT, Script, waits
 
 from benchmarks import speedrun_kills
 from language.data.llmc_files import write_token_shard
@@ -28,7 +28,7 @@ from tools.speedrunning.dial import make_plan
 from tools.speedrunning.one_page import bits_per_byte, write_report
 from tools.speedrunning.price import TRAININGS, ask_compiler, lines_of_price, options_of_slice, with_changes
 from tools.speedrunning.stages import Stage, marker_of, run_stages, stages_of
-from tpu_utils.base.errors import InputError, TrainingError
+from tpu_utils.base.errors import InputError, TrainingError, run_script
 
 DRAW = random.Random(0)
 WORDS = ["".join(DRAW.choices("aeioubcdfglmnrstw", k=DRAW.randrange(3, 8))) for _ in range(800)]
@@ -203,11 +203,13 @@ def test_a_text_that_is_too_short_is_refused_before_the_first_stage(tmp_path, te
         (["--depth", "2", "--run_dir", "/dev/null"], "run_dir is /dev/null, a file; expected a folder, or a new name"),
     ],
 )
-def test_what_cannot_be_is_refused(tmp_path, arguments, said):
+def test_what_cannot_be_is_refused(tmp_path, monkeypatch, capsys, arguments, said):
     (tmp_path / "in.txt").write_text(TEXT)
-    done = run("tools.speedrun", "--text", tmp_path / "in.txt", "--run_dir", tmp_path / "run", *arguments)
-    assert done.returncode == 2 and said in done.stderr
-    assert not (tmp_path / "run").exists()
+    given = ["--text", str(tmp_path / "in.txt"), "--run_dir", str(tmp_path / "run"), *arguments]
+    monkeypatch.setattr(sys, "argv", ["tools.speedrun", *given])
+    with pytest.raises(SystemExit, match="2"):  # a wrong option ends the process, wrong values are a return
+        sys.exit(run_script(speedrun.main))
+    assert said in " ".join(capsys.readouterr().err.split()) and not (tmp_path / "run").exists()
 
 
 def test_a_slice_with_more_devices_than_sequences_is_refused():

@@ -81,7 +81,9 @@ def test_an_option_that_libtpu_does_not_have():
 
 
 def test_the_options_reach_the_compiler():
-    done = run("simple_mnist_tpu.py", "--compile_for=v5litepod-1", "--compiler_options=xla_tpu_scoped_vmem_limit_kib=x")
+    small = ("--num_layers=1", "--embedding_dim=8", "--num_heads=1", "--sequence_length=8", "--global_batch_size=1")
+    given = ("--compile_for=v5litepod-1", "--compiler_options=xla_tpu_scoped_vmem_limit_kib=x")
+    done = run("transformer_tpu.py", *small, *given)
     assert done.returncode == 1 and "Illegal value 'x'" in done.stdout + done.stderr
     assert f"compiler   {THRESHOLD}=1000000 xla_tpu_scoped_vmem_limit_kib=x" in done.stdout
 

@@ -93,6 +93,42 @@ def test_products_by_the_matrix_unit_and_the_rest_by_memory():
     assert sum(read_cycles(program)[0].values()) == sum(priced.values())  # what runs between devices has no price
 
 
+WINDOWED = """
+%round (p: (bf16[1024,1024], bf16[1024,4096], u32[])) -> (bf16[1024,1024], bf16[1024,4096], u32[]) {
+  %p = (bf16[1024,1024]{1,0}, bf16[1024,4096]{1,0}, u32[]) parameter(0)
+  %x = bf16[1024,1024]{1,0} get-tuple-element(%p), index=0
+  %w = bf16[1024,4096]{1,0} get-tuple-element(%p), index=1
+  %i = u32[] get-tuple-element(%p), index=2
+  %step = u32[] constant(STEP)
+  %first = bf16[1024,4096]{1,0} convolution(%x, %w), dim_labels=bf_io->bf
+  %next = u32[] add(%i, %step)
+  ROOT %out = (bf16[1024,1024]{1,0}, bf16[1024,4096]{1,0}, u32[]) tuple(%x, %first, /*index=2*/%next)
+}
+
+%more (q: (bf16[1024,1024], bf16[1024,4096], u32[])) -> pred[] {
+  %q = (bf16[1024,1024]{1,0}, bf16[1024,4096]{1,0}, u32[]) parameter(0)
+  %bound = u32[] constant(4)
+  %j = u32[] get-tuple-element(%q), index=2
+  ROOT %less = pred[] compare(%j, %bound), direction=LT
+}
+
+ENTRY %main (a: (bf16[1024,1024], bf16[1024,4096], u32[])) -> (bf16[1024,1024], bf16[1024,4096], u32[]) {
+  %a = (bf16[1024,1024]{1,0}, bf16[1024,4096]{1,0}, u32[]) parameter(0)
+  ROOT %loop = (bf16[1024,1024]{1,0}, bf16[1024,4096]{1,0}, u32[]) while(%a), condition=%more, body=%round
+}
+"""
+
+
+@pytest.mark.parametrize("step, trips", [(1, 4), (2, 2), (3, 2)])
+def test_a_loop_whose_body_is_two_rounds_runs_half_as_often(step, trips):
+    """A windowed einsum of 8 devices: its products counted twice, and collective matmul as three times too costly."""
+    program = parse_program(with_prices(WINDOWED.replace("STEP", str(step)), V6E))
+    product = 2 * 1024 * 1024 * 4096 / (V6E.hardware.bf16_tflops * 1e12 * MATRIX_SHARE)
+    read = (1024 * 4096 + 1024 * 1024 + 1024 * 4096) * 2 / (V6E.hardware.memory_gb_per_s * 1e9 * MEMORY_SHARE)
+    seconds = sum(read_cycles(program)[0].values()) / V6E.hardware.clock_ghz / 1e9
+    assert seconds == pytest.approx(trips * max(product, read), rel=1e-3)
+
+
 def test_a_corner_has_fewer_links():
     shares = {
         "v6e-1": 1.0,

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import time
+from base64 import b64decode
 from functools import partial
 from pathlib import Path
 
@@ -169,13 +170,23 @@ def _accepted(
 
 
 def traced_hash(traced: Traced, topology: Topology, options: dict[str, str] | None = None) -> str:
-    """Hash of a traced program without the names of source lines: for equal hashes a compiler gives equal answers. A
-    Pallas kernel names the files it was written in, so with one the hash holds for one folder."""
+    """Hash of a traced program without the names of source lines: for equal hashes a compiler gives equal answers."""
     printed = HloPrintOptions()
     printed.print_metadata, printed.print_large_constants = False, True
     text = HloModule.from_serialized_hlo_module_proto(traced.hlo).to_string(printed)
     chips = [topology.name, topology.hardware.compiler_options]
-    return digest(text.encode(), facts_of_inputs(traced), chips, options or {}, read_by_libtpu())
+    return digest(without_lines(text).encode(), facts_of_inputs(traced), chips, options or {}, read_by_libtpu())
+
+
+def without_lines(text: str) -> str:
+    """HLO whose Pallas kernels are MLIR's text, which does not name the files and lines they were written in."""
+    context = ir.Context()
+    context.allow_unregistered_dialects = True
+
+    def printed(kernel: re.Match) -> str:
+        return ir.Module.parse(b64decode(kernel[1]), context).operation.get_asm(enable_debug_info=False)
+
+    return re.sub(r'(?<="body": ")([^"]+)', printed, text)
 
 
 def facts_of_inputs(traced: Traced) -> list:

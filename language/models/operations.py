@@ -295,11 +295,11 @@ class TorchOperations:
         if starts_BT is not None or window:
             key = torch.arange(q_BTHK.shape[1], device=q_BTHK.device)
             query = key[:, None]
-            visible = key <= query
-            if window:
-                visible = visible & (query < key + window)
+            visible = (key <= query) & (query < key + (window or len(key)))
             if starts_BT is not None:
                 visible = (visible & (key >= starts_BT[..., None]))[:, None]  # (B, 1, T, T)
+            # with a mask a GPU's fused kernel takes no grouped heads (torch 2.13)
+            k_BTGK, v_BTGK = (x.repeat_interleave(q_BTHK.shape[2] // x.shape[2], 2) for x in (k_BTGK, v_BTGK))
         q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=visible, is_causal=visible is None, scale=1.0, enable_gqa=True

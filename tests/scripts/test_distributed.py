@@ -54,7 +54,6 @@ SCRIPTS = {"xla_1": "simple_mnist_tpu.py", "ddp_1": "ddp_mnist_tpu.py"}
 LADDER = {
     "xla_1": ["--eval_batch_size", "512"],  # simple_mnist_tpu.py
     "spmd_2": ["--num_virtual_devices", "2", "--eval_batch_size", "99"],
-    "spmd_4": ["--num_virtual_devices", "4", "--eval_batch_size", "99"],
     "spmd_8": ["--num_virtual_devices", "8", "--eval_batch_size", "99"],
     "fsdp_4": ["--num_virtual_devices", "4", "--eval_batch_size", "99", "--shard_parameters"],
     "ddp_1": ["--eval_batch_size", "99"],  # ddp_mnist_tpu.py

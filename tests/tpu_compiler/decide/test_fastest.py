@@ -554,7 +554,7 @@ def test_the_cheapest_slice_comes_first():
         (["--search", "--price", "v5e=1"], "--price is given without --tokens"),
         (["--price", "v6e=1"], "--price says nothing of v5e; expected the price of each kind of chip"),
         (["--search", "--tokens=many"], "--tokens is 'many'; expected how many"),
-        (["--search", "--plan", "--only=compiler_options"], "'compiler_options'; expected of attention, gradient_accum"),
+        (["--search", "--plan", "--only=compiler_options"], "'compiler_options'; expected of attention, gradient"),
         (["--search", "--only=mesh,colour"], "--only says 'colour'; expected of attention, compiler_options, "),
         (["--search", "--only=global_batch_size"], "with --vary_batch also global_batch_size"),
         (["--search", "--minutes=0"], "--minutes is 0.0; expected more than 0"),

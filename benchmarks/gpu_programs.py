@@ -250,16 +250,19 @@ def loss_of_pictures(model, batch):
     return F.cross_entropy(model(images.float() / 64 - 2).float(), labels)
 
 
-def usual_resnet(task: "Task") -> tuple:
-    import torchvision
+def resnet_of(task: "Task"):
+    from torchvision.models import resnet18, resnet50
 
-    return usual_program(task, torchvision.models.resnet50, loss_of_pictures, 0, "channels_last")
+    return resnet18() if task.tiny else resnet50()
+
+
+def usual_resnet(task: "Task") -> tuple:
+    return usual_program(task, lambda: resnet_of(task), loss_of_pictures, 0, "channels_last")
 
 
 def our_resnet(task: "Task") -> tuple:
     """torchvision's model in a step like that of resnet_cifar_tpu.py."""
     import torch
-    import torchvision
 
     from images.cifar_config import CifarConfig
     from tpu_utils.device import DEVICE_TYPE, start_device, wait_device_ops
@@ -281,7 +284,7 @@ def our_resnet(task: "Task") -> tuple:
         return loss.detach()
 
     device, _ = start_device(config)
-    model = torchvision.models.resnet50().to(memory_format=torch.channels_last).to(device)
+    model = resnet_of(task).to(memory_format=torch.channels_last).to(device)
     optimizer = make_optimizer(config, model.parameters())
     batch = pictures(task, device)
     rates, count = learning_rates(config, 1000).to(device), torch.zeros(1, dtype=torch.int32).to(device)

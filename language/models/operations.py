@@ -294,9 +294,8 @@ class TorchOperations:
         mask = None
         if starts_BT is not None or window:
             key = torch.arange(q_BTHK.shape[1], device=q_BTHK.device)
-            mask = key <= (query := key[:, None])
-            if window:
-                mask = mask & (query < key + window)
+            query = key[:, None]
+            mask = (key <= query) & (query < key + (window or len(key)))
             if starts_BT is not None:
                 mask = (mask & (key >= starts_BT[..., None]))[:, None]  # (B, 1, T, T)
             # with a mask a GPU's fused kernel takes no grouped heads (torch 2.13)

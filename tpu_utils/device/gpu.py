@@ -111,9 +111,9 @@ class Replayed:
     """What a compiler made of one graph, with its kernels recorded once and then started by one call.
 
     inductor's own way (triton.cudagraphs) leaves out a graph that writes to its inputs, as a training step does to its
-    weights ("mutated inputs (36 instances)" of a GPT-2 of one layer), unless each of them was marked before. Here no input is asked for: one that lies where it lay is read and
-    written there, and one that has moved, as each batch does, is copied to a place of its own before the replay and
-    back after it.
+    weights ("mutated inputs (36 instances)" of a GPT-2 of one layer), unless each of them was marked before. Here no
+    input is asked for: one that lies where it lay is read and written there, and one that has moved, as each batch
+    does, is copied to a place of its own before the replay and back after it.
     """
 
     def __init__(self, run: Callable, record: Callable = record):

@@ -250,16 +250,19 @@ def loss_of_pictures(model, batch):
     return F.cross_entropy(model(images.float() / 64 - 2).float(), labels)
 
 
-def usual_resnet(task: "Task") -> tuple:
-    import torchvision
+def resnet_of(task: "Task"):
+    from torchvision.models import resnet18, resnet50
 
-    return usual_program(task, torchvision.models.resnet50, loss_of_pictures, 0, "channels_last")
+    return resnet18() if task.tiny else resnet50()
+
+
+def usual_resnet(task: "Task") -> tuple:
+    return usual_program(task, lambda: resnet_of(task), loss_of_pictures, 0, "channels_last")
 
 
 def our_resnet(task: "Task") -> tuple:
     """torchvision's model in a step like that of resnet_cifar_tpu.py."""
     import torch
-    import torchvision
 
     from images.cifar_config import CifarConfig
     from tpu_utils.device import DEVICE_TYPE, start_device, wait_device_ops
@@ -281,7 +284,7 @@ def our_resnet(task: "Task") -> tuple:
         return loss.detach()
 
     device, _ = start_device(config)
-    model = torchvision.models.resnet50().to(memory_format=torch.channels_last).to(device)
+    model = resnet_of(task).to(memory_format=torch.channels_last).to(device)
     optimizer = make_optimizer(config, model.parameters())
     batch = pictures(task, device)
     rates, count = learning_rates(config, 1000).to(device), torch.zeros(1, dtype=torch.int32).to(device)
@@ -305,13 +308,16 @@ def plain_jax(task: "Task") -> tuple:
     if jax.default_backend() != task.device:
         sys.exit(f"error: jax runs on {jax.default_backend()}, expected {task.device}")
     batches = random_tokens(task, task.shape.sequence_length + 1)
+    initial, loss = peers.jax_gpt_parameters, partial(peers.jax_gpt_loss, num_heads=task.shape.num_heads)
+    if isinstance(task.shape, LlamaShape):
+        initial, loss = peers.jax_llama_parameters, partial(peers.jax_llama_loss, shape=task.shape)
     said: list[str] = []
     state: list[Any] = []
     compiled, count = None, 0
 
     def compile_first(implementation: str) -> Callable:
         attention = partial(jax.nn.dot_product_attention, is_causal=True, implementation=implementation)
-        loss_of = partial(peers.jax_gpt_loss, num_heads=task.shape.num_heads, dtype="bfloat16", attention=attention)
+        loss_of = partial(loss, dtype="bfloat16", attention=attention)
         step = jax.jit(partial(peers.jax_step, loss_of), donate_argnums=(0, 1))
         try:
             found = step.lower(*state, batches[0]).compile()
@@ -326,7 +332,7 @@ def plain_jax(task: "Task") -> tuple:
     def step():
         nonlocal compiled, count
         if not count:
-            parameters = peers.jax_gpt_parameters(task.shape)
+            parameters = initial(task.shape)
             state[:] = parameters, peers.jax_state(parameters)
             compiled = compile_first("cudnn")
         *state[:], _, loss = compiled(*state, batches[count % BATCHES])

@@ -19,7 +19,7 @@ from tpu_compiler.compile.compiling import compile_only_devices
 from tpu_utils.base.hardware import parse_topology
 from tpu_utils.options.virtual_slice import quiet_libtpu
 
-WIDTH, HEADS, LENGTH, BATCH = 256, 2, 1024, 16
+WIDTH, HEADS, LENGTH, BATCH = 128, 2, 128, 8
 SHAPES = dict(qkv=(WIDTH, 3 * WIDTH), out=(WIDTH, WIDTH), up=(WIDTH, 4 * WIDTH), down=(4 * WIDTH, WIDTH))
 
 

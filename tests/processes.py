@@ -57,7 +57,7 @@ def environment_with(changes: dict[str, object], arguments: Sequence = ()) -> di
     kept = {name: value for name, value in os.environ.items() if name not in DEVICE_VARIABLES}
     flags = (
         QUICKLY_COMPILED
-        if any(re.search("transformer|^--channels", str(argument)) for argument in arguments)
+        if any(re.search("transformer|^--channels|^--width", str(argument)) for argument in arguments)
         else COMPILED
     )
     return kept | {"XLA_FLAGS": flags} | {name: str(value) for name, value in changes.items()}

@@ -1,5 +1,6 @@
 """What a run has written, and a run in the tests' own process."""
 
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -11,6 +12,7 @@ from tpu_utils.base.writing import checksum_of
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.checkpoint.loading import CheckpointReader
 from tpu_utils.checkpoint.saved import read_checkpoint
+from tpu_utils.options.parsing import resolve, without_effect
 
 TINY = ["--num_epochs=1", "--warmup_steps=2", "--channels=4", "--hidden_dim=16", "--log_every=1", "--device=cpu"]
 TINY += ["--no_tensorboard"]
@@ -26,6 +28,21 @@ def in_process(*argv: object) -> int:
 
     options = [str(argument) for argument in argv]
     return run_script(lambda: simple_mnist_tpu.train(parse_command_line(MnistConfig, "", options)))
+
+
+def configured(kind: type, words: list[str]):
+    """As parse_command_line() without its twentieth of a second: the fields are there, and values fit each other."""
+    given, name = {}, ""
+    for word in words:
+        if word.startswith("--"):
+            name, _, word = word[2:].partition("=")
+        given[name] = word
+    default, _ = resolve(kind, given.pop("preset", "quick_test"), given.get("optimization_level"))
+    values = {name.removeprefix("no_"): not name.startswith("no_") for name, text in given.items() if not text}
+    values |= {name: type(getattr(default, name))(text) for name, text in given.items() if text}
+    config = dataclasses.replace(default, **values)
+    assert without_effect(config, given) == []
+    return config
 
 
 def reader_of(checkpoints: Checkpoints) -> CheckpointReader:

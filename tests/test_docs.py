@@ -15,6 +15,7 @@ import pytest
 from processes import ROOT, Script, run
 
 import aot_tpu
+from tpu_compiler.compile.planned import PLAN_VARIABLE
 from tpu_compiler.decide import search
 
 FOLDERS = ("docs", "cluster", "browser")
@@ -213,7 +214,8 @@ def data_dir(command: str) -> Path:
 
 
 ASKS_THE_COMPILER = ("any_module.md", "any_slice.md", "search.md", "speedrun.md", "published.md", "calibrate.md")
-"""Pages whose commands compile for minutes; what they show has tests of its own."""
+"""Pages whose commands compile for minutes; what they show has tests of its own. What another page asks is planned, but
+for figures that are compared: tests/tpu_compiler has the compiles."""
 
 
 def marked(page: Path):
@@ -243,6 +245,8 @@ def test_commands_run(page, checkout, asked, monkeypatch, capsys):
         if "--compile_for" in command or "--topology" in command:
             asked.add(command)
         variables, words = words_of(command)
+        is_planned = page.name not in ASKS_THE_COMPILER and "benchmarks/budgets.py" not in words
+        monkeypatch.setenv(PLAN_VARIABLE, "1" if is_planned else "")
         if words[1] == "setup_tpu.py" and words[2:]:  # its options are run by tests/scripts/test_setup_tpu.py
             continue
         if "runs/mine" in words and not SHARED.exists():
@@ -254,6 +258,8 @@ def test_commands_run(page, checkout, asked, monkeypatch, capsys):
         script = next((word for word in words if word in SHORTER), None)
         if script and "-m" not in words and "--compile_for" not in words and "--help" not in words:
             words += SHORTER[script]
+            if script == "transformer_tpu.py" and "--initial_weights" not in words:
+                words.append("--num_layers=1")
         if launcher.endswith("torchrun"):
             done = run("-m", "torch.distributed.run", *words, PYTHONPATH=checkout)
             code, said = done.returncode, done.stderr

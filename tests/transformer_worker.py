@@ -20,7 +20,7 @@ for name, *options in json.loads(sys.argv[2]):
         *_, last = sorted(path.name for path in Path(sys.argv[1], old, "checkpoints").iterdir())
         ignored = shutil.ignore_patterns(last, "summary.json")
         shutil.copytree(f"{sys.argv[1]}/{old}", f"{sys.argv[1]}/{name}", ignore=ignored)
-    arguments = [*options, "--run_dir", f"{sys.argv[1]}/{name}", "--no_tensorboard"]
+    arguments = ["--no_tensorboard", *options, "--run_dir", f"{sys.argv[1]}/{name}"]
     code = run_script(
         lambda arguments=arguments: transformer_tpu.train(parse_command_line(TransformerConfig, "", arguments))
     )

@@ -149,25 +149,24 @@ def test_sampling_is_that_of_the_host(page, address):
         assert numbers == [random.next() for _ in range(50)] and min(numbers) >= 0 and max(numbers) < 1
 
 
-@pytest.mark.parametrize("kind", ["nan", "infinite", "minus_infinite"])
-@pytest.mark.parametrize("options", [GREEDY, SAMPLED[1]], ids=["greedy", "sampled"])
-def test_logits_that_are_not_finite_are_no_answer_as_on_the_host(page, address, models, kind, options):
+def test_logits_that_are_not_finite_are_no_answer_as_on_the_host(page, address, models):
     page.goto(address)
-    config = SamplingOptions(num_tokens=options["numTokens"], temperature=options["temperature"])
-    with pytest.raises(NonFiniteError, match="infinite or not a number") as on_host:
-        onnx_generate.generate(onnx_generate.OnnxModel(models / kind), [256, *b"To be"], config)
-    with pytest.raises(Exception, match=re.escape(str(on_host.value))):  # playwright's, of the page's
-        in_page(page, kind, "To be", [options])
+    for kind, options in (("nan", GREEDY), ("nan", SAMPLED[1]), ("infinite", GREEDY), ("minus_infinite", SAMPLED[1])):
+        config = SamplingOptions(num_tokens=options["numTokens"], temperature=options["temperature"])
+        with pytest.raises(NonFiniteError, match="infinite or not a number") as on_host:
+            onnx_generate.generate(onnx_generate.OnnxModel(models / kind), [256, *b"To be"], config)
+        with pytest.raises(Exception, match=re.escape(str(on_host.value))):  # playwright's, of the page's
+            in_page(page, kind, "To be", [options])
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_digit_of_logits_that_are_not_finite_is_no_answer(page, address, models, value):
-    offset = np.zeros(10, np.float32)
-    offset[3] = value
-    folder = models / f"digits_{value}"
-    write_classifier(folder, np.zeros((64, 10), np.float32), offset, 8, 0.3, 0.35, "NHWC")
-    page.goto(f"{address}?model=models/{folder.name}")
-    assert "the logits of the image are infinite or not a number; expected numbers" in loaded(page)
+def test_a_digit_of_logits_that_are_not_finite_is_no_answer(page, address, models):
+    for value in (np.nan, -np.inf):
+        offset = np.zeros(10, np.float32)
+        offset[3] = value
+        folder = models / f"digits_{value}"
+        write_classifier(folder, np.zeros((64, 10), np.float32), offset, 8, 0.3, 0.35, "NHWC")
+        page.goto(f"{address}?model=models/{folder.name}")
+        assert "the logits of the image are infinite or not a number; expected numbers" in loaded(page)
 
 
 # how Llama 3 and Qwen3 split a text into words
@@ -237,8 +236,13 @@ def small_source(kind: str, folder: Path) -> Path:
         return folder
     folder.mkdir()
     (folder / "input.txt").write_text("To be, or not to be: that is the question.\n" * 400)
-    size = {"gpt": ["--embedding_dim=64"], "llama": ["--model_size=llama_tiny"]}[kind]
-    size += ["--num_layers=2", "--sequence_length=256", "--global_batch_size=4", "--eval_batches=1"]
+    size = [
+        "--embedding_dim=64",
+        "--num_layers=2",
+        "--sequence_length=256",
+        "--global_batch_size=4",
+        "--eval_batches=1",
+    ]
     data = ["--dataset=text", "--data_dir", folder, "--train_data=input.txt", "--run_dir", folder / "run"]
     done = run("transformer_tpu.py", "--device=cpu", *data, *size, "--num_steps=30", "--warmup_steps=2")
     assert done.returncode == 0, done.stderr
@@ -256,7 +260,7 @@ TEXTS += ["a<|end|>b <|im_start|>", "\u4f60\u597d"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gpt", "llama", "hf"])
+@pytest.mark.parametrize("kind", ["gpt", "hf"])
 def test_the_same_tokens_in_browser_and_on_host_and_by_xla(page, address, models, tmp_path, kind):
     """200 greedy tokens in float32 three ways, sampled ones two ways; texts are the same tokens in both tokenizers."""
     source = small_source(kind, tmp_path / kind)
@@ -458,17 +462,21 @@ CONTRAST = """() => {
 }"""
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_is_read_by_everybody(page, address, models, scheme):
+def test_it_is_read_by_everybody(page, address, models):
     """Contrast of 4.5 in both schemes, disabled or not; nothing beside 360 pixels; every control has a name."""
-    page.emulate_media(color_scheme=scheme)
+
+    def check_contrast():
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)
+            assert page.evaluate(CONTRAST) == [], scheme
+
     page.goto(address)
-    assert page.evaluate(CONTRAST) == []
+    check_contrast()
     assert load_folder(page, models / "good") == "good is ready: a language model."
     page.fill("#num-tokens", "0")
     page.click("#generate")
     assert "Tokens is 0" in finished(page)
-    assert page.evaluate(CONTRAST) == []
+    check_contrast()
     page.set_viewport_size(dict(width=360, height=700))
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     nameless = page.evaluate(
@@ -715,16 +723,16 @@ def nearest_mean(images: np.ndarray, labels: np.ndarray, folder, mean: float, st
 
 
 def test_digits_are_read_as_on_the_host(page, address, models):
-    """Thirty test digits rendered on the paper; then one drawn by keyboard and one by mouse."""
+    """Test digits rendered on the paper; then one drawn by keyboard and one by mouse."""
     digits = load_digits()
     read = nearest_mean(digits.train_images, digits.train_labels, models / "digits", 0.3, 0.35, "NHWC")
     page.goto(f"{address}?model=models/digits")
     assert loaded(page) == "digits is ready: a model that reads digits."
-    test, expected = digits.test_images[:30], read(digits.test_images[:30])
+    test, expected = digits.test_images[:15], read(digits.test_images[:15])
     found = read_in_page(page, test)
     for got, seen in found:
         assert got == read(seen[None])[0]
-    assert sum(got == wanted for (got, _), wanted in zip(found, expected, strict=True)) >= 28
+    assert sum(got == wanted for (got, _), wanted in zip(found, expected, strict=True)) >= 14
 
     page.click("#clear")
     page.click("#read")
@@ -757,7 +765,7 @@ def test_a_digit_of_mnist_is_scaled_and_centred_as_it_was(page, address, models,
     read = nearest_mean(mnist.train_images, mnist.train_labels, models / "mnist", 0.1307, 0.3081, "NCHW")
     page.goto(f"{address}?model=models/mnist")
     assert "ready" in loaded(page)
-    for image, (got, seen) in zip(mnist.test_images, read_in_page(page, mnist.test_images[:30]), strict=False):
+    for image, (got, seen) in zip(mnist.test_images, read_in_page(page, mnist.test_images[:10]), strict=False):
         assert got == read(image[None])[0] and (seen == image).all()
 
 

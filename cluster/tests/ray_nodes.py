@@ -55,6 +55,9 @@ class Nodes:
         kept = {name: os.environ[name] for name in names}
         ours = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token, "RAY_USAGE_STATS_ENABLED": "0"}
         ours |= {"XDG_CACHE_HOME": str(self.folder / "cache"), "RAY_ENABLE_IPV6": "0"}
+        ours |= {
+            "RAY_health_check_period_ms": "1000"
+        }  # a host that does not answer five times is lost; Ray asks each 3 s
         ours |= {"PATH": f"{Path(sys.executable).parent}:{kept['PATH']}"}
         self.environment = kept | ours | {name: str(value) for name, value in variables.items()}
         self.gcs, self.port = free_port(), free_port()

@@ -265,6 +265,12 @@ def shipped() -> dict[str, Path]:
     return {found[1].decode(): path for path in root.rglob("*.yaml") for found in named.finditer(path.read_bytes())}
 
 
+@functools.cache
+def index_of(folder: Path) -> dict:
+    """lm_eval's entries of a folder, of which it parses each file: 60 for a subject of MMLU."""
+    return TaskIndex.build([folder])
+
+
 def load(name: str, path: Path, shots: int | None, chat: Conversations | None):
     """A task or a group of lm_eval, by a name that it ships or a YAML file. Raises InputError."""
     local = type("TaskOfPath", (LocalTask,), dict(path=path, shots=shots, chat=chat))
@@ -274,7 +280,7 @@ def load(name: str, path: Path, shots: int | None, chat: Conversations | None):
         known = ALIASES.get(name, name)
         if known not in shipped():
             raise InputError(f"tasks has {name!r:.60}; expected a task of lm_eval{nearest(name, shipped())}")
-        index = TaskIndex.build([shipped()[known].parent])
+        index = index_of(shipped()[known].parent)
         return TaskFactory().build(index[known], overrides={"class": local}, registry=index)
 
 

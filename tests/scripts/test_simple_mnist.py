@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import torch_xla
 from processes import run, start, waits
-from run_files import assert_identical, in_process, numbers, read_lines, state_in, to_host
+from run_files import assert_identical, in_process, numbers, read_lines, saved_steps, state_in, to_host
 from test_checkpoint import a_full_disk
 
 import simple_mnist_tpu
@@ -24,16 +24,16 @@ from tpu_utils.step.optim import learning_rates, make_optimizer
 from tpu_utils.trial.checks import check_model
 
 SMALL = ["--channels=4", "--hidden_dim=23"]  # a width that no other test compiles: graphs are counted
-SHORT = ["simple_mnist_tpu.py", *SMALL, "--num_epochs=3", "--log_every=7", "--save_every=10", "--no_tensorboard"]
-FINAL = "checkpoints/step_00000066"
+SHORT = ["simple_mnist_tpu.py", *SMALL, "--num_epochs=4", "--log_every=7", "--save_every=10", "--no_tensorboard"]
+FINAL = "checkpoints/step_00000088"
 
 
 @pytest.fixture(scope="module")
 def quick_test(tmp_path_factory):
-    """A quarter of the first README command, in a folder of its own."""
+    """An eighth of the first README command, in a folder of its own."""
     run_dir = tmp_path_factory.mktemp("quick") / "run"
     began = time.time()
-    result = run("simple_mnist_tpu.py", "--num_epochs=10", "--run_dir", run_dir, cold=True)
+    result = run("simple_mnist_tpu.py", "--num_epochs=5", "--log_every=10", "--run_dir", run_dir, cold=True)
     assert result.returncode == 0, result.stderr
     return run_dir, result, began
 
@@ -48,7 +48,7 @@ def uninterrupted(tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_first_command_ends_with_the_accuracy_that_it_says(tmp_path):
-    result = run("simple_mnist_tpu.py", "--run_dir", tmp_path / "run", cold=True)
+    result = run("simple_mnist_tpu.py", "--run_dir", tmp_path / "run")
     assert result.returncode == 0, result.stderr
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["test_accuracy"] >= 0.98
 
@@ -56,7 +56,7 @@ def test_the_first_command_ends_with_the_accuracy_that_it_says(tmp_path):
 def test_first_command_learns_with_one_graph_and_uploads_nothing_but_the_batch(quick_test):
     run_dir, result, began = quick_test
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["test_accuracy"] >= 0.95
+    assert summary["test_accuracy"] >= 0.9
     assert (summary["train_graphs"], summary["eval_graphs"]) == (1, 1)
     assert summary["host_to_device_uploads_per_step"] == 0
     assert sum(summary["goodput"].values()) == pytest.approx(summary["seconds"])
@@ -71,15 +71,15 @@ def test_first_command_leaves_a_complete_run_directory(quick_test):
     lines = read_lines(run_dir)
     assert {line["kind"] for line in lines} == {"train", "eval", "checkpoint"}
     train = [line for line in lines if line["kind"] == "train"]
-    assert [line["step"] for line in train] == list(range(20, 221, 20))
+    assert [line["step"] for line in train] == list(range(10, 111, 10))
     fields = "loss learning_rate step_seconds examples_per_second mfu data_wait_seconds host_seconds"
     assert train[-1].keys() >= set(fields.split())
     assert all(line["wait_seconds"] >= 0 for line in lines if line["kind"] == "checkpoint")
     assert train[-1]["mfu"] is None, "the peak of a CPU is not known"
-    assert len([line for line in lines if line["kind"] == "eval"]) == 10
+    assert len([line for line in lines if line["kind"] == "eval"]) == 5
     assert json.loads((run_dir / "config.json").read_text())["preset"] == "quick_test"
     kept = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
-    assert kept == ["step_00000200", "step_00000220"]
+    assert kept == ["step_00000100", "step_00000110"]
     assert list((run_dir / "tensorboard").glob("events.out.tfevents.*"))
 
 
@@ -91,19 +91,19 @@ def end_state(run_dir):
     "number, code",
     [
         (signal.SIGTERM, 143),
-        (signal.SIGKILL, -9),
         *(pytest.param(*way, marks=pytest.mark.slow) for way in ((signal.SIGINT, 130), (signal.SIGHUP, 129))),
     ],
 )
-def test_stopped_anywhere_a_run_ends_bit_identical(uninterrupted, tmp_path, number, code):
-    run_dir = tmp_path / "run"
-    process = start(*SHORT, "--run_dir", run_dir)
-    waits((run_dir / "checkpoints" / "step_00000010" / "done").exists, alive=process)
-    process.send_signal(number)
-    output, errors = process.communicate()
-    assert process.returncode == code, output + errors
-    if number != signal.SIGKILL:
-        assert f"repeat the command with --run_dir {run_dir} --resume must" in output
+def test_stopped_and_killed_anywhere_a_run_ends_bit_identical(uninterrupted, tmp_path, number, code):
+    run_dir, output = tmp_path / "run", {}
+    for signal_number, expected, more in ((number, code, []), (signal.SIGKILL, -9, ["--resume=must"])):
+        before = max(saved_steps(run_dir), default=0)
+        process = start(*SHORT, "--run_dir", run_dir, *more)
+        waits(lambda before=before: max(saved_steps(run_dir), default=0) > before, alive=process)
+        process.send_signal(signal_number)
+        output[expected], errors = process.communicate()
+        assert process.returncode == expected, output[expected] + errors
+    assert f"repeat the command with --run_dir {run_dir} --resume must" in output[code]
     assert not (run_dir / FINAL).exists()
     resumed = run(*SHORT, "--run_dir", run_dir, "--resume", "must")
     assert resumed.returncode == 0 and "resumed" in resumed.stdout, resumed.stderr
@@ -115,7 +115,7 @@ def test_stopped_anywhere_a_run_ends_bit_identical(uninterrupted, tmp_path, numb
 
 def test_synthetic_approaches_its_known_best(tmp_path):
     run_dir = tmp_path / "run"
-    options = ["--dataset", "synthetic", "--num_epochs", "4", "--max_shift", "0", "--learning_rate", "1e-3"]
+    options = ["--dataset=synthetic", "--num_epochs=4", "--max_shift=0", "--learning_rate=1e-3", "--channels=8"]
     result = run("simple_mnist_tpu.py", *options, "--run_dir", run_dir, "--no_tensorboard")
     assert result.returncode == 0, result.stderr
     summary = json.loads((run_dir / "summary.json").read_text())

@@ -5,10 +5,13 @@ removed. There is no TPU: torch runs the one graph that Dynamo has made.
 """
 
 import csv
+import json
 import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
 import venv
 from pathlib import Path
 
@@ -180,19 +183,31 @@ class TorchCompile:
     """The torch.compile backend's Python, and the folder that the script was copied to."""
 
     def __init__(self, folder):
-        self.mine, self.python = folder / "mine", folder / "venv" / "bin" / "python"
+        self.mine, self.python, self.pip = folder / "mine", folder / "venv" / "bin" / "python", None
         done = run("tools.copy_example", "simple_mnist_tpu.py", self.mine)
         assert done.returncode == 0, done.stderr
 
-    def install(self, requirements: Path = REQUIREMENTS) -> None:
-        venv.create(self.python.parent.parent, with_pip=True)
+    def begin_install(self, requirements: Path) -> None:
+        if (free := shutil.disk_usage(self.mine).free / 2**30) < NEEDED_GIB:
+            pytest.skip(f"{self.mine} has {free:.1f} GiB free; an environment with another torch may need {NEEDED_GIB}")
+        venv.create(self.python.parent.parent)
         # those of the packages of this environment have not these
         environment = {n: v for n, v in os.environ.items() if n not in ("PIP_NO_INDEX", "PIP_FIND_LINKS")}
-        command = [self.python, "-m", "pip", "install", "-q", "--no-input", "--disable-pip-version-check"]
-        command.append("--no-compile")
-        done = subprocess.run([*command, "-r", requirements], env=environment, capture_output=True, text=True)
-        if done.returncode:
-            pytest.skip(f"pip cannot install {requirements.name}: {done.stderr.strip().splitlines()[-1]}")
+        command = [sys.executable, "-m", "pip", "--python", self.python, "install", "-q", "--no-input"]
+        command += ["--disable-pip-version-check", "--no-compile", "-r", requirements]
+        settings = dict(env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        self.pip = subprocess.Popen(command, **settings)
+
+    def end_install(self) -> None:
+        _, errors = self.pip.communicate()
+        if self.pip.returncode:
+            pytest.skip(f"pip cannot install {self.pip.args[-1].name}: {errors.strip().splitlines()[-1]}")
+
+    def close(self) -> None:
+        if self.pip and self.pip.poll() is None:
+            os.killpg(self.pip.pid, signal.SIGKILL)
+            self.pip.wait()
+        shutil.rmtree(self.python.parent.parent, ignore_errors=True)
 
     def run(self, *arguments, code: int = 0, folder: Path | None = None) -> str:
         """Its output; of another exit code its errors."""
@@ -221,19 +236,32 @@ class TorchCompile:
         assert done.returncode == 0, done.stderr
 
 
+OLDER = "2.11.0"
+
+
 @pytest.fixture(scope="module")
-def torch_compile(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("torch_compile")
-    if (free := shutil.disk_usage(folder).free / 2**30) < NEEDED_GIB:
-        pytest.skip(f"{folder} has {free:.1f} GiB free; an environment with another torch may need {NEEDED_GIB}")
-    made = TorchCompile(folder)
+def older(request, tmp_path_factory):
+    """That of another torch: gigabytes which are fetched while other tests run."""
+    made = TorchCompile(folder := tmp_path_factory.mktemp("older"))
+    if any(item.name.endswith(f"[{OLDER}]") for item in request.session.items):
+        kept = [line for line in REQUIREMENTS.read_text().splitlines() if not re.match("torch|libtpu", line)]
+        (folder / "requirements.txt").write_text("\n".join([f"torch=={OLDER}", *kept]))
+        made.begin_install(folder / "requirements.txt")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def torch_compile(older, tmp_path_factory):
+    made = TorchCompile(folder := tmp_path_factory.mktemp("torch_compile"))
     try:
-        made.install()
+        made.begin_install(REQUIREMENTS)
+        made.end_install()
         for backend in ("torch_xla", "torch_compile"):
             made.train(backend, folder / backend)
         yield made
     finally:
-        shutil.rmtree(folder / "venv", ignore_errors=True)
+        made.close()
 
 
 def resumed(torch_compile, backend: str, before: str):
@@ -260,10 +288,13 @@ def test_twenty_losses_and_one_graph_on_each_backend(torch_compile):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="inductor compiles C++ on the CPU")
-def test_inductor_has_the_same_losses(torch_compile):
+def test_inductor_has_the_same_losses_and_its_steps_are_traced(torch_compile):
     folder = torch_compile.mine.parent
-    torch_compile.train("torch_compile", folder / "inductor", "--compile", "inductor")
+    torch_compile.train("torch_compile", folder / "inductor", "--compile", "inductor", "--profile_steps", "5:7")
     assert_alike(folder / "inductor", folder / "torch_xla")
+    (trace,) = (folder / "inductor" / "tensorboard").glob("*.json")
+    names = [event.get("name") for event in json.loads(trace.read_text())["traceEvents"]]
+    assert names.count("train") == 2
 
 
 @pytest.mark.slow
@@ -396,28 +427,23 @@ def row_of(made: TorchCompile, torch_version: str, folder: Path) -> dict[str, st
     options = (ROOT / "transformer_tpu.py", *MODEL.split(), "--num_heads", "2", "--embedding_dim", "32", "--run_dir")
     done = [made.succeeds(*options, folder / "micro", "--gradient_accumulation_steps", "2")]
     done += [made.succeeds(*PROCESSES[:-1], "--nproc_per_node=2", *options, folder / "two", "--mesh", "1x2x1")]
+    if has_compiler := shutil.which("g++"):
+        done.append(made.succeeds(*options, folder / "inductor", "--compile", "inductor"))
     names = "a step of torch's operations", "an own Function that saves tensors", "torch.autograd.grad"
     asked = dict(zip(names, answers, strict=True)) | {"torch": torch_version}
-    return asked | {
-        n: "right" if ok else "refused" for n, ok in zip(("micro-batches", "two processes"), done, strict=True)
-    }
+    names = ("micro-batches", "two processes", *(("inductor on a CPU",) if has_compiler else ()))
+    return asked | {name: "right" if ok else "refused" for name, ok in zip(names, done, strict=True)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("torch_version", ["2.11.0", "2.13.0"])
-def test_what_a_torch_does_is_in_the_table(torch_version, torch_compile, tmp_path):
+@pytest.mark.parametrize("torch_version", ["2.13.0", OLDER])
+def test_what_a_torch_does_is_in_the_table(torch_version, torch_compile, older, tmp_path):
     rows = list(csv.DictReader((ROOT / "docs" / "results" / "torch_compile_versions.csv").open()))
     made = torch_compile
-    if torch_version != "2.13.0":
-        made = TorchCompile(tmp_path)
-        kept = [line for line in REQUIREMENTS.read_text().splitlines() if not re.match("torch|libtpu", line)]
-        (tmp_path / "requirements.txt").write_text("\n".join([f"torch=={torch_version}", *kept]))
-        made.install(tmp_path / "requirements.txt")
-    try:
-        row = row_of(made, torch_version, tmp_path)
-    finally:
-        if made is not torch_compile:
-            shutil.rmtree(tmp_path / "venv", ignore_errors=True)
+    if torch_version == OLDER:
+        made = older
+        made.end_install()
+    row = row_of(made, torch_version, tmp_path)
     (said,) = [said for said in rows if said["torch"] == torch_version]
     assert said == said | row
 
@@ -431,19 +457,31 @@ def test_processes_that_do_not_join_are_refused(torch_compile, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+NEEDS_TORCH_XLA = {
+    "transformer_tpu.py --scan_layers": "scan_layers is True",
+    "transformer_tpu.py --mesh 1x1x1x1x2": "mesh is 1x1x1x1x2, 2 devices, but this run has 1; start",
+    "ddp_mnist_tpu.py": "DDP needs torch_xla, which is not installed; use simple_mnist_tpu.py",
+}
+EACH = """import runpy, sys
+sys.stderr = sys.stdout
+for line in sys.argv[1:]:
+    sys.argv = line.split()
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        print("ended with", end.code)
+"""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options, said",
-    [
-        (("transformer_tpu.py", "--scan_layers"), "scan_layers is True"),
-        (("transformer_tpu.py", "--mesh", "1x1x1x1x2"), "mesh is 1x1x1x1x2, 2 devices, but this run has 1; start"),
-        (("ddp_mnist_tpu.py",), "DDP needs torch_xla, which is not installed; use simple_mnist_tpu.py"),
-    ],
-)
-def test_what_needs_torch_xla_is_refused(torch_compile, tmp_path, options, said):
-    script, *options = options
-    errors = torch_compile.run(ROOT / script, "--device", "cpu", *options, "--run_dir", tmp_path, code=2)
-    assert f"error: {said}" in errors
+def test_what_needs_torch_xla_is_refused(torch_compile, tmp_path):
+    """Each script, in one process, whose imports take seconds."""
+    (tmp_path / "each.py").write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{EACH}")
+    lines = [f"{ROOT}/{words} --device cpu --run_dir {tmp_path / 'run'}" for words in NEEDS_TORCH_XLA]
+    told = torch_compile.run(tmp_path / "each.py", *lines).split("ended with 2\n")
+    assert len(told) == 4 and all(
+        f"error: {said}" in text for said, text in zip(NEEDS_TORCH_XLA.values(), told[:3], strict=True)
+    )
 
 
 def test_its_requirements_are_no_part_of_the_others():

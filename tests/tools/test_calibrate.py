@@ -15,6 +15,7 @@ import pytest
 from metadata_server import metadata_server
 from mutations import mutated_json
 from processes import ROOT, environment_with, waits
+from run_files import configured
 from test_device import fake_pci
 
 import aot_tpu
@@ -31,7 +32,7 @@ from tpu_compiler.estimate.calibration import read_calibration
 from tpu_compiler.estimate.report import Report
 from tpu_utils.base.errors import DeviceError, InputError, run_script
 from tpu_utils.base.versions import TESTED_VERSIONS
-from tpu_utils.options.parsing import presets_of, resolve, without_effect
+from tpu_utils.options.parsing import presets_of
 
 GIB = 2**30
 # what a pretended v5litepod-8 answers: (predicted ms, measured ms) by a word of the options; nothing here was measured
@@ -141,7 +142,7 @@ def test_a_child_finds_scripts_and_modules(tmp_path, monkeypatch):
     """Other tests here have pretended children."""
     monkeypatch.chdir(tmp_path)
     find = "import importlib.util as u; assert u.find_spec('tools.on_chip.chip_peaks')"
-    for command in (["setup_tpu.py", "--help"], ["simple_mnist_tpu.py", "--help"], ["-c", find]):
+    for command in (["setup_tpu.py", "--help"], ["-c", find]):
         assert bench.start_child(command, tmp_path / "out", tmp_path / "err", {}).wait(300) == 0, command
 
 
@@ -224,16 +225,7 @@ def test_every_preset_is_measured_and_every_option_is_one_of_its_script(measured
     for command in measured[0].started:
         place = next((place for place, word in enumerate(command) if word in CONFIGS), None)
         if place is not None:
-            check_options(CONFIGS[command[place]], command[place + 1 :])
-
-
-def check_options(config: type, words: list[str]) -> None:
-    """As parse_command_line, without its tenth of a second: the fields are there, and values fit each other."""
-    given = dict(word.removeprefix("--").partition("=")[::2] for word in words)
-    default, _ = resolve(config, given.pop("preset", "quick_test"), given.get("optimization_level"))
-    values = {name.removeprefix("no_"): not name.startswith("no_") for name, text in given.items() if not text}
-    values |= {name: type(getattr(default, name))(text) for name, text in given.items() if text}
-    assert without_effect(dataclasses.replace(default, **values), given) == []
+            configured(CONFIGS[command[place]], command[place + 1 :])
 
 
 def test_the_picture_shows_every_step_and_share(measured):

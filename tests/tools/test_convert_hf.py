@@ -1,6 +1,7 @@
 """Hugging Face's folders in and out: bit for bit, loaded by its own library, and refused when something is wrong."""
 
 import dataclasses
+import itertools
 import json
 import logging
 import math
@@ -80,8 +81,10 @@ def assert_same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.T
         assert found[name].dtype == tensor.dtype and torch.equal(bits(found[name]), bits(tensor)), name
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name, dtype",
+    [("gpt2", "bfloat16"), *zip(KINDS, itertools.cycle(["float32", "bfloat16"]), strict=False)],
+)
 def test_theirs_come_back_bit_identical_and_their_library_loads_them(folders, tmp_path, name, dtype, caplog, capsys):
     theirs, ours, back = folders[name + "_bf16" * (dtype == "bfloat16")], tmp_path / "run", tmp_path / "back"
     convert_hf.import_weights(theirs, ours)

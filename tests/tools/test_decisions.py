@@ -6,13 +6,13 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from run_files import configured
 
 from benchmarks import decisions
 from language.options.transformer_options import TransformerConfig
 from tpu_compiler.estimate.report import PLAN_ERROR
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.hardware import GIB, parse_topology
-from tpu_utils.options.parsing import parse_command_line
 
 ALL = decisions.read_decisions()
 TABLES = decisions.ROOT / "docs" / "results"
@@ -24,7 +24,7 @@ def test_every_setting_is_one_of_the_script():
         command = decisions.command_of(setting, slice_name)
         options = command[2 : command.index("--topology")]
         options += command[command.index("--compiler_options") :] if "|" in setting else []
-        config = parse_command_line(TransformerConfig, "", [*options, "--device=cpu"])
+        config = configured(TransformerConfig, [*options, "--device=cpu"])
         sizes = [int(size) for size in config.mesh.split("x")]
         assert sizes[0] * sizes[1] * sizes[2] == parse_topology(slice_name).num_devices, setting
     for d in ALL:

@@ -20,14 +20,18 @@ from run_files import assert_identical, read_lines, state_in, summary_in
 from test_llama_parity import UNTIED, hugging_face_model
 from test_tokenizer import trained
 
+import transformer_tpu
 from language.data import chat as chat_data
+from language.options.transformer_options import TransformerConfig
 from language.tasks.questions import encode_pair, lengths_of
 from language.tasks.scores import read_tasks
 from language.tasks.texts import write_texts
 from language.weights.sources import load, open_source
 from tools import evaluate
 from tools.evaluate import EvaluateConfig
+from tpu_utils.base.errors import run_script
 from tpu_utils.device import graphs_compiled
+from tpu_utils.options.parsing import parse_command_line
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
 LONGEST = 160  # tokens: less than the longest questions
@@ -108,15 +112,19 @@ GENERATES["generation_kwargs"] = dict(until=["or", "\n\n"], max_gen_toks=12, do_
 GENERATES["metric_list"] = [dict(metric="exact_match", aggregation="mean", higher_is_better=True)]
 ROLLS = COMMON | dict(task="roll", output_type="loglikelihood_rolling", doc_to_text="")
 ROLLS["metric_list"] = [dict(metric="bits_per_byte", aggregation="bits_per_byte", higher_is_better=False)]
-CASES = [*((name, 0) for name in MAKERS), ("arc_easy", 2), ("winogrande", 3), ("hellaswag", 1), ("mmlu", 2)]
-
-
-CHATS = [("arc_easy", 0, "chatml"), ("winogrande", 1, "chatml"), ("hellaswag", 1, "plain"), ("lambada", 0, "plain")]
-CHATS += [("generates", 0, "chatml"), ("generates", 0, "plain")]
+# (task, examples, chat format): each for one model, or for both where a text may be empty, or end in the first token
+GPT2 = [("hellaswag", 0, ""), ("piqa", 0, ""), ("mmlu", 2, ""), ("winogrande", 3, ""), ("arc_easy", 0, "chatml")]
+GPT2 += [("hellaswag", 1, "plain"), ("generates", 0, "chatml"), ("lambada", 0, ""), ("rolls", 0, "")]
+LLAMA = [("arc_easy", 0, ""), ("mmlu", 0, ""), ("winogrande", 0, ""), ("arc_easy", 2, ""), ("hellaswag", 1, "")]
+LLAMA += [("winogrande", 1, "chatml"), ("lambada", 0, "plain"), ("generates", 0, "plain"), ("generates", 0, "")]
+LLAMA += [("lambada", 0, ""), ("rolls", 0, "")]
+COUNTS = dict(mmlu=20, lambada=20)  # questions: of a subject, and until a model completes one
 
 
 @pytest.mark.parametrize(
-    "name, shots, chat", [*((*one, "") for one in [*CASES, ("generates", 0), ("rolls", 0)]), *CHATS]
+    "folder, name, shots, chat",
+    [*(("gpt2", *case) for case in GPT2), *(("llama", *case) for case in LLAMA)],
+    indirect=["folder"],
 )
 def test_answers_are_those_of_lm_evaluation_harness(theirs, ours, tmp_path, monkeypatch, name, shots, chat):
     from lm_eval.tasks._yaml_loader import load_yaml
@@ -124,7 +132,8 @@ def test_answers_are_those_of_lm_evaluation_harness(theirs, ours, tmp_path, monk
     from language.tasks.harness import ALIASES, shipped
 
     if name in MAKERS:
-        asked, folder = ("mmlu_anatomy" if name == "mmlu" else name), write_task(tmp_path / name, name)
+        asked = "mmlu_anatomy" if name == "mmlu" else name
+        folder = write_task(tmp_path / name, name, COUNTS.get(name, 8))
         config = load_yaml(shipped()[ALIASES.get(asked, asked)])
     else:
         config, folder = (GENERATES if name == "generates" else ROLLS), tmp_path
@@ -244,7 +253,7 @@ def is_right(number: int, data: list[dict], task: dict, encode, model, longest: 
     return greedy if kind == "language_modeling" else means.index(min(means)) == item["gold"]
 
 
-@pytest.mark.parametrize("limit", [0, 5])
+@pytest.mark.parametrize("folder, limit", [("gpt2", 0), ("llama", 5)], indirect=["folder"])
 def test_core_is_nanochats(theirs, ours, tmp_path, limit):
     bundle, (source, _) = write_bundle(tmp_path / "bundle"), ours
     said = scored(ours, "core", bundle, limit=limit)
@@ -265,6 +274,7 @@ def test_core_is_nanochats(theirs, ours, tmp_path, limit):
 
 
 # --------------------------------------------------------------------------------------------------- graphs and devices
+@pytest.mark.parametrize("folder", ["gpt2"], indirect=True)
 def test_one_graph_for_each_length_that_occurs(ours, tmp_path):
     source, model = ours
     assert lengths_of(1000) == [128, 256, 512, 1000] and lengths_of(1024) == [128, 256, 512, 1024]
@@ -276,6 +286,7 @@ def test_one_graph_for_each_length_that_occurs(ours, tmp_path):
     assert graphs_compiled() - before == len(lengths_of(LONGEST)) == 2
 
 
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
 def test_texts_have_one_graph_to_decode_and_one_for_each_length_of_prompts(ours):
     source, model = ours
     options = dict(until=["question"], max_gen_toks=20)
@@ -339,8 +350,12 @@ STEPS = ["--num_steps=4", "--log_every=2", "--eval_every=2", "--eval_batches=1",
 
 def train(folder: Path, name: str, *own: str, devices=1) -> None:
     options = [f"--data_dir={folder}", "--dataset=text", "--train_data=text.txt", "--learning_rate=0.01"]
-    options += [*SIZES, *STEPS, "--no_tensorboard", *own]
-    result = run("transformer_tpu.py", "--run_dir", folder / name, *options, CPU_NUM_DEVICES=devices)
+    options += [*SIZES, *STEPS, "--no_tensorboard", *own, f"--run_dir={folder / name}"]
+    if devices == 1:  # in this process, which has imported lm_eval
+        config = parse_command_line(TransformerConfig, "", options)
+        assert run_script(lambda: transformer_tpu.train(config)) == 0
+        return
+    result = run("transformer_tpu.py", *options, CPU_NUM_DEVICES=devices)
     assert result.returncode == 0, result.stderr[-3000:]
 
 

@@ -128,7 +128,7 @@ def test_several_runs_of_different_kinds_share_a_figure(tmp_path):
     assert len(set(colours)) == 3
 
 
-@pytest.mark.parametrize("count", [1, 3, 12])
+@pytest.mark.parametrize("count", [1, 12])
 def test_no_text_lies_on_another(tmp_path, count):
     runs = [plot_run.read_run(make_run(tmp_path / f"a_rather_long_name_of_a_run_{i}", steps=400)) for i in range(count)]
     runs.append(plot_run.read_run(kept_running(make_run(tmp_path / "again", experts=[[1, 2]] * 12))))
@@ -253,7 +253,7 @@ def test_with_its_script_what_a_run_misreads_is_drawn_too(tmp_path, capsys):
 
 
 def test_no_damage_of_a_run_is_a_crash(tmp_path, capsys):
-    """Each damaged run is read or refused; every fifth that was read is drawn, all in one picture."""
+    """Each damaged run is read or refused; every tenth that was read is drawn, all in one picture."""
     good = make_run(tmp_path / "good", floor=0.2, experts=[[3, 4], [7, 0]])
     lines = (good / "metrics.jsonl").read_bytes().splitlines()
     damaged = [mutated_json(json.loads(line), 90, place) for place, line in enumerate(lines)]
@@ -274,7 +274,7 @@ def test_no_damage_of_a_run_is_a_crash(tmp_path, capsys):
     assert 10 < refused < 80 and len(capsys.readouterr().err.splitlines()) < 180
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a layout too high for its figure
-        plot_run.plot(runs[::5]).savefig(io.BytesIO(), dpi=20)
+        plot_run.plot(runs[::10]).savefig(io.BytesIO(), dpi=20)
 
 
 def add_line(folder, **fields):
@@ -333,14 +333,14 @@ def test_a_line_without_end_and_a_long_log_take_little_memory(tmp_path):
     folder = make_run(tmp_path / "a", finished=False)
     path = folder / "metrics.jsonl"
     with path.open("r+b") as file:
-        file.seek(100 << 20, os.SEEK_END)
+        file.seek(32 << 20, os.SEEK_END)
         file.write(b"\n")
     with at_most(8 << 20):
         assert plot_run.read_run(folder).last_step == 40
     line = '{"kind":"train","step":%d,"loss":1.5,"learning_rate":0.001,"examples_per_second":100.5}\n'
-    path.write_text("".join(line % step for step in range(30_000)))
+    path.write_text("".join(line % step for step in range(10_000)))
     with at_most(2 * path.stat().st_size):
-        assert len(plot_run.read_run(folder).curves["train", "loss"][0]) == 30_000
+        assert len(plot_run.read_run(folder).curves["train", "loss"][0]) == 10_000
 
 
 def test_names_that_are_no_text_are_drawn(tmp_path):

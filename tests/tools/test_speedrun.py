@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 from made_tasks import write_lines
 from matplotlib.image import imread
-from processes import COMPILED, ROOT, run, waits
+from processes import QUICKLY_COMPILED, ROOT, Script, waits
 
 from benchmarks import speedrun_kills
 from language.data.llmc_files import write_token_shard
 from language.data.tokenizer import load_tokenizer
 from language.options.hf_config import shape_of
+from tools import speedrun
 from tools.make_chats import chats_of
 from tools.speedrun import check_text
 from tools.speedrunning import price, stages
@@ -27,7 +28,7 @@ from tools.speedrunning.dial import make_plan
 from tools.speedrunning.one_page import bits_per_byte, write_report
 from tools.speedrunning.price import TRAININGS, ask_compiler, lines_of_price, options_of_slice, with_changes
 from tools.speedrunning.stages import Stage, marker_of, run_stages, stages_of
-from tpu_utils.base.errors import InputError, TrainingError
+from tpu_utils.base.errors import InputError, TrainingError, run_script
 
 DRAW = random.Random(0)
 WORDS = ["".join(DRAW.choices("aeioubcdfglmnrstw", k=DRAW.randrange(3, 8))) for _ in range(800)]
@@ -202,11 +203,13 @@ def test_a_text_that_is_too_short_is_refused_before_the_first_stage(tmp_path, te
         (["--depth", "2", "--run_dir", "/dev/null"], "run_dir is /dev/null, a file; expected a folder, or a new name"),
     ],
 )
-def test_what_cannot_be_is_refused(tmp_path, arguments, said):
+def test_what_cannot_be_is_refused(tmp_path, monkeypatch, capsys, arguments, said):
     (tmp_path / "in.txt").write_text(TEXT)
-    done = run("tools.speedrun", "--text", tmp_path / "in.txt", "--run_dir", tmp_path / "run", *arguments)
-    assert done.returncode == 2 and said in done.stderr
-    assert not (tmp_path / "run").exists()
+    given = ["--text", str(tmp_path / "in.txt"), "--run_dir", str(tmp_path / "run"), *arguments]
+    monkeypatch.setattr(sys, "argv", ["tools.speedrun", *given])
+    with pytest.raises(SystemExit, match="2"):  # a wrong option ends the process, wrong values are a return
+        sys.exit(run_script(speedrun.main))
+    assert said in " ".join(capsys.readouterr().err.split()) and not (tmp_path / "run").exists()
 
 
 def test_a_slice_with_more_devices_than_sequences_is_refused():
@@ -330,13 +333,14 @@ def test_a_kill_knows_which_stage_it_meets(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_speedrun_that_was_killed(tmp_path):
-    """With all that it started, in the middle of pre-training: it goes on, and the model answers."""
+def test_a_speedrun_that_was_killed(tmp_path, monkeypatch, capfd):
+    """With all that it started, in the middle of pre-training: it goes on, and the model answers. What goes on is
+    forked."""
     text, folder = tmp_path / "in.txt", tmp_path / "run"
     text.write_text(TEXT)
     command = [sys.executable, "-m", "tools.speedrun", "--depth", "1", "--text", text, "--run_dir", folder]
     command += ["--most_steps", "4"]
-    own = os.environ | {"XLA_FLAGS": COMPILED}
+    own = os.environ | {"XLA_FLAGS": QUICKLY_COMPILED}
     with (tmp_path / "log").open("w") as log:
         child = subprocess.Popen(command, cwd=ROOT, env=own, stdout=log, stderr=log, start_new_session=True)
     waits(lambda: list(folder.glob("pretrained/checkpoints/step_*/done")) or child.poll() is not None)
@@ -344,12 +348,19 @@ def test_a_speedrun_that_was_killed(tmp_path):
     os.killpg(child.pid, signal.SIGKILL)
     child.wait()
     assert not marker_of(folder, "pretrain").exists()
-    done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert "shards: done before" in done.stdout and "resumed    after step" in done.stdout
+
+    def forked(words, cwd, env, **_):
+        return Script(*words[1:], folder=cwd, **{name: env[name] for name in env.keys() - os.environ.keys()})
+
+    monkeypatch.setattr(stages, "subprocess", SimpleNamespace(Popen=forked, PIPE=None))
+    monkeypatch.setattr(sys, "argv", [str(word) for word in command[2:]])
+    assert speedrun.main() == 0
+    said = capfd.readouterr().out
+    assert "shards: done before" in said and "resumed    after step" in said
     report = (folder / "report.md").read_text()
     assert "validation bits per byte" in report and "tools.convert_hf export" in report
     assert (folder / "report.png").stat().st_size > 10_000 and (folder / "model" / "model.safetensors").exists()
     assert load_tokenizer(str(folder / "model")).token("<|im_end|>") is not None
-    again = subprocess.run([*command, "--seed", "1"], cwd=ROOT, capture_output=True, text=True)
-    assert again.returncode == 2 and "was begun with seed 0, now 1" in again.stderr
+    sys.argv += ["--seed", "1"]
+    with pytest.raises(InputError, match="was begun with seed 0, now 1"):
+        speedrun.main()

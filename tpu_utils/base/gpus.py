@@ -10,34 +10,36 @@ from tpu_utils.base.errors import DeviceError, InputError
 
 
 class GPU(NamedTuple):
-    """bf16_tflops: dense, NVIDIA's data sheet or architecture paper of the card; where that names the figure with
-    sparsity, half of it. None: it has no bfloat16. pattern: of torch.cuda.get_device_name()."""
+    """name: what torch.cuda.get_device_name() gives, without its maker, as a pattern for all of it: a laptop's card, a
+    part of one (MIG) or a chip with fewer units has another peak. bf16_tflops: dense; half of what source names with
+    sparsity. None: it has no bfloat16. source: NVIDIA's, by its title."""
 
-    pattern: str
-    memory_gib: int
+    name: str
+    memory_gb: int
     bf16_tflops: float | None
+    source: str
 
 
 GPUS = (
-    GPU("T4", 16, None),  # 65 TFLOP/s of float16
-    GPU("L4", 24, 121),
-    GPU("RTX 4090", 24, 165.2),  # with float32 sums: Ada paper, appendix A
-    GPU("A100.*40GB", 40, 312),
-    GPU("A100", 80, 312),
-    GPU("H100 PCIe", 80, 756),
-    GPU("H100 NVL", 94, 835),
-    GPU("H100", 80, 989),
-    GPU("H200", 141, 989),
-    GPU("B200", 180, 2250),
+    GPU("T4", 16, None, "T4 data sheet"),  # 65 TFLOP/s of float16
+    GPU("L4", 24, 121, "L4 data sheet"),
+    GPU("RTX 4090", 24, 165.2, "Ada GPU Architecture, appendix A"),  # with float32 sums
+    GPU("A100-(SXM4|PCIE)-40GB", 40, 312, "A100 data sheet"),
+    GPU("A100(-SXM4-80GB| 80GB PCIe)", 80, 312, "A100 data sheet"),
+    GPU("H100 80GB HBM3", 80, 989, "H100 data sheet"),
+    GPU("H100 PCIe", 80, 756, "H100 data sheet, PCIe"),
+    GPU("H100 NVL", 94, 835, "H100 data sheet, NVL"),
+    GPU("H200", 141, 989, "H200 data sheet"),
+    GPU("H200 NVL", 141, 835, "H200 data sheet, NVL"),
+    GPU("B200", 180, 2250, "DGX B200 data sheet"),  # an eighth of its figures
 )
-"""The first pattern that fits counts."""
 OLDEST_DRIVERS = {"12": 525, "13": 580}
 """Major number of the oldest driver for each major version of CUDA: NVIDIA's "CUDA Compatibility", minor versions."""
 
 
 def gpu_named(name: str) -> GPU | None:
     """By what the driver calls it. None: not in the table."""
-    return next((gpu for gpu in GPUS if re.search(rf"\b{gpu.pattern}\b", name)), None)
+    return next((gpu for gpu in GPUS if re.fullmatch(f"((NVIDIA|Tesla|GeForce) )*{gpu.name}", name)), None)
 
 
 def has_gpu(environment: Mapping[str, str], devices: Path = Path("/dev")) -> bool:

@@ -1,12 +1,13 @@
 """--sample_every: what a model writes while it trains, on one device and on a mesh; the run does not notice."""
 
 import json
-import shutil
+import math
 
 import pytest
 import torch_xla
-from processes import QUICKLY_COMPILED, ROOT, free_port, run, start
+from processes import ROOT, free_port, run, start
 from run_files import assert_identical, read_lines, state_in
+from test_transformer_tpu import train_all
 
 from language.generation.decoding import generate
 from language.generation.sample_prompts import ask_of_run, check_samples, sampling_options
@@ -23,10 +24,10 @@ SAMPLES = ["--sample_every=2", "--sample_prompts", "1 2 3", "7"]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    for name, options in (("plain", []), ("sampled", SAMPLES)):
-        done = run("transformer_tpu.py", *MODEL, *RUN, f"--run_dir={folder / name}", *options)
-        assert done.returncode == 0, done.stderr
+    """plain, sampled, and sampled again from its checkpoint of step 3, as resumed."""
+    folder, options = tmp_path_factory.mktemp("runs"), [*MODEL, *RUN, "--tensorboard", *SAMPLES]
+    resumed = ["sampled/resumed", "--resume=must"]  # its options are in config.json
+    train_all(folder, 1, [["sampled", *options], ["plain", *MODEL, *RUN], resumed])
     return folder
 
 
@@ -37,10 +38,10 @@ def samples_in(run_dir) -> list[tuple]:
 def test_a_run_with_samples_ends_with_the_same_bits(runs):
     last = "checkpoints/step_00000006"
     assert_identical(state_in(runs / "sampled" / last), state_in(runs / "plain" / last))
-    summaries = [json.loads((runs / name / "summary.json").read_text()) for name in ("plain", "sampled")]
-    for name in ("train_graphs", "eval_graphs", "host_to_device_uploads_per_step"):
-        assert summaries[0][name] == summaries[1][name]
-    assert summaries[1]["train_graphs"] == 1
+    plain, sampled = (json.loads((runs / name / "summary.json").read_text()) for name in ("plain", "sampled"))
+    assert sampled["train_graphs"] == sampled["eval_graphs"] == 1
+    assert plain["train_graphs"] == plain["eval_graphs"] == 0, "later in one process: its programs are the same"
+    assert plain["host_to_device_uploads_per_step"] == sampled["host_to_device_uploads_per_step"]
 
 
 def test_samples_are_logged_and_two_graphs_make_them_all(runs):
@@ -59,11 +60,6 @@ def test_the_weights_of_a_run_with_samples_are_read(runs):
 
 def test_a_resumed_run_writes_the_same_samples(runs):
     """From step 3: with all bits of the run that was not stopped."""
-    shutil.copytree(runs / "sampled", runs / "resumed")
-    shutil.rmtree(runs / "resumed" / "checkpoints" / "step_00000006")
-    (runs / "resumed" / "summary.json").unlink()
-    done = run("transformer_tpu.py", f"--run_dir={runs / 'resumed'}", "--resume=must")
-    assert done.returncode == 0, done.stderr
     assert samples_in(runs / "resumed") == samples_in(runs / "sampled")
     last = "checkpoints/step_00000006"
     assert_identical(state_in(runs / "resumed" / last), state_in(runs / "plain" / last))
@@ -72,7 +68,7 @@ def test_a_resumed_run_writes_the_same_samples(runs):
 @pytest.mark.parametrize(
     "mesh, model",
     [
-        ("2x2x2", MODEL),
+        ("1x2x2", MODEL),
         pytest.param(
             "1x2x2x2", [*MODEL, "--model_size=llama_tiny", "--scan_layers", "--remat"], marks=pytest.mark.slow
         ),
@@ -81,14 +77,12 @@ def test_a_resumed_run_writes_the_same_samples(runs):
     ],
 )
 def test_on_a_mesh_nothing_changes_and_the_text_is_that_of_one_device(tmp_path, mesh, model):
-    """Rows, weights and cache are shared over eight devices; the cache by its heads."""
+    """Rows, weights and cache are shared over the devices; the cache by its heads."""
     options = [*model, *RUN, "--num_steps=6", "--global_batch_size=8", "--save_every=3", "--eval_every=3"]
     options += [f"--mesh={mesh}"]
     wanted = [["sampled", *options, "--sample_every=3", *SAMPLES[1:]], ["plain", *options]]
     wanted += [["sampled/resumed", *options, "--sample_every=3", *SAMPLES[1:], "--resume=must"]]
-    environment = dict(CPU_NUM_DEVICES=8, PYTHONPATH=ROOT, XLA_FLAGS=QUICKLY_COMPILED)
-    done = run("tests/transformer_worker.py", tmp_path, json.dumps(wanted), timeout=1200, **environment)
-    assert done.returncode == 0, done.stderr[-3000:]
+    train_all(tmp_path, math.prod(map(int, mesh.split("x"))), wanted)
     for name in ("sampled", "resumed"):
         assert_identical(*(state_in(tmp_path / one / "checkpoints/step_00000006") for one in (name, "plain")))
     assert samples_in(tmp_path / "resumed") == samples_in(tmp_path / "sampled")

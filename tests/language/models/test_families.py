@@ -49,7 +49,7 @@ def tokens_of(shape: ModelShape, rows: int, length: int, seed: int = 1) -> torch
     return torch.randint(shape.vocab_size, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-QUICK = ("mistral", "gemma3", "phi4", "mixtral")
+QUICK = ("gemma3", "phi4", "mixtral")
 OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in SHAPES if name not in QUICK]
 
 
@@ -71,7 +71,6 @@ def test_decoding_with_the_cache_is_the_forward_pass(name):
 @pytest.mark.parametrize(
     "name, execution",
     [
-        ("gemma3", LayerExecution(scan=True)),
         ("gemma3", LayerExecution(LEVELS["attention"])),
         ("gemma3", LayerExecution(LEVELS["inputs"], scan=True, all_but=2)),
         pytest.param("smollm3", LayerExecution(scan=True), marks=pytest.mark.slow),
@@ -179,13 +178,13 @@ RUN = dict(
 )
 RUN |= dict(learning_rate=5e-3, warmup_steps=2, log_every=1, save_every=5, eval_every=10, eval_batches=1)
 LORA, ALL_WAYS = dict(lora_rank=4, lora_alpha=8.0), ["--gradient_accumulation_steps=2", "--remat", "--scan_layers"]
-TUNED = {"gpt2": LORA, "gemma3": {}, "phi4": LORA}
+TUNED = {"gpt2": LORA, "gemma3": {}}
 
 
 @pytest.mark.slow
-def test_runs_of_three_families_are_the_same_on_a_mesh_and_resume_bit_identical(tmp_path):
-    """All weights or adapters; on the mesh accumulated, recomputed and scanned, with a tensor axis. Its configuration
-    is what the run has kept."""
+def test_runs_of_two_families_are_the_same_on_a_mesh_and_resume_bit_identical(tmp_path):
+    """All weights or adapters (a Llama's: tests/language/weights/test_fine_tuning.py); on the mesh accumulated,
+    recomputed and scanned, with a tensor axis. Its configuration is what the run has kept."""
     random = np.random.default_rng(0)
     words = ["".join(random.choice(list("abcdefgh"), random.integers(2, 7))) for _ in range(80)]
     chats = [{"prompt": f"Say {word} twice.", "completion": f"{word} {word}"} for word in words]
@@ -214,7 +213,7 @@ def test_runs_of_three_families_are_the_same_on_a_mesh_and_resume_bit_identical(
 
 
 # --------------------------------------------------------------------------------------------------------- for a slice
-FOR_A_TPU = dict(num_layers=2, sequence_length=256, head_width=64, embedding_dim=128, mlp_dim=256, vocab_size=512)
+FOR_A_TPU = dict(sequence_length=256, head_width=64, embedding_dim=128, mlp_dim=256, vocab_size=512)
 PATTERNS = {"gemma3": ("local", "global"), "smollm3": ("global", "unrotated")}
 
 
@@ -227,7 +226,8 @@ def test_a_step_compiles_for_a_tpu(tmp_path, name):
     if scaling and scaling.kind == "longrope":
         scaling = dataclasses.replace(scaling, factor=1.0, original_context=256, **dict.fromkeys(FACTORS, (1.0,) * 24))
     more = dict(rotated_width=shape.rotated_width and 48, window=shape.window and 100, rope_scaling=scaling)
-    shape = dataclasses.replace(shape, **FOR_A_TPU, **more, pattern=PATTERNS.get(name, shape.pattern))
+    pattern = PATTERNS.get(name, shape.pattern)
+    shape = dataclasses.replace(shape, **FOR_A_TPU, **more, num_layers=len(pattern), pattern=pattern)
     (tmp_path / "config.json").write_text(json.dumps(hugging_face_config(shape)))
     options = [
         f"--model_config={tmp_path / 'config.json'}",
@@ -238,7 +238,7 @@ def test_a_step_compiles_for_a_tpu(tmp_path, name):
     result = run("transformer_tpu.py", *options, "--global_batch_size=2", "--compile_for=v5litepod-1")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "v5litepod-1: compiles and fits" in result.stdout
-    assert int(result.stdout.split(" custom-call")[0].split()[-1]) >= 6  # three kernels a layer
+    assert int(result.stdout.split(" custom-call")[0].split()[-1]) >= 3 * len(pattern)  # kernels of each layer
 
 
 def test_a_loop_over_layers_has_one_kernel(tmp_path):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torch_xla
 from processes import run
 from test_llama_parity import relative_error
@@ -54,6 +55,21 @@ def test_values_and_gradients_are_equal(name, dtype):
     for ours, theirs in zip(*found, strict=True):
         assert ours.dtype == theirs.dtype
         torch.testing.assert_close(theirs, ours, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("masked", [{}, dict(window=5), dict(starts_BT=torch.zeros(2, T, dtype=torch.long))])
+def test_a_mask_comes_with_a_head_of_keys_for_each_of_queries(masked, monkeypatch):
+    """Else no fused kernel of torch 2.13 on a GPU takes it (can_use_mem_efficient_attention of sdp_utils.cpp; cuDNN's
+    is not deterministic), and torch keeps scores (B, H, T, T). Without a mask flash attention reads grouped heads."""
+    heads, attention = [], F.scaled_dot_product_attention
+
+    def look(q, k, v, *mask, **options):
+        heads.extend(x.shape[1] for x in (q, k, v))
+        return attention(q, k, v, *mask, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", look)
+    operations.TorchOperations.causal_attention(*(torch.randn(2, T, heads, 8) for heads in (4, 2, 2)), **masked)
+    assert heads == ([4, 4, 4] if masked else [4, 2, 2])
 
 
 @pytest.mark.parametrize("length, window", [*((1024, w) for w in (0, 1, 100, 512, 700, 1023)), (2048, 0)])

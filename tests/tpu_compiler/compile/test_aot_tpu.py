@@ -2,17 +2,20 @@
 
 import dataclasses
 import functools
+import io
 import json
 import re
 import shlex
 import tempfile
 import warnings
+from base64 import b64encode
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from jax.extend.mlir import ir
 from processes import QUICKLY_COMPILED, ROOT, Script, run
 from reports import a_report
 
@@ -28,7 +31,16 @@ from tpu_compiler.compile import tracing
 from tpu_compiler.compile.traced import Traced
 from tpu_compiler.decide import search
 from tpu_compiler.estimate import reading
-from tpu_compiler.estimate.report import COMMUNICATION_LABEL, ERROR, LABEL, PLAN_ERROR, PLANNED, ROOFLINE, Report
+from tpu_compiler.estimate.report import (
+    COMMUNICATION_LABEL,
+    ERROR,
+    LABEL,
+    PLAN_ERROR,
+    PLANNED,
+    ROOFLINE,
+    Report,
+    format_report,
+)
 from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.base.hardware import GENERATIONS, parse_topology
 from tpu_utils.options import virtual_slice
@@ -56,7 +68,7 @@ def compiled(script, *options, **variables):
 def executed_hlo(script, *options, devices=1):
     """The text of the program that the step really was, before optimization, as the XLA CPU client received it."""
     with tempfile.TemporaryDirectory() as folder:
-        flags = f"{QUICKLY_COMPILED} --xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=train_step"
+        flags = f"{QUICKLY_COMPILED} --xla_dump_to={folder}"  # flags of which no script asks XLA, in a cold process
         done = run(script, *options, PJRT_DEVICE="CPU", CPU_NUM_DEVICES=str(devices), XLA_FLAGS=flags)
         assert done.returncode == 0, done.stderr
         (dump,) = Path(folder).glob("*train_step*.before_optimizations.txt")
@@ -253,19 +265,16 @@ def test_one_device():
 
 
 def test_a_script_says_what_was_measured_on_such_a_chip(tmp_path):
-    """Else the error of published steps, and no other figure changes."""
+    """Else the error of published steps."""
     machine = {"chip": "v5e", "num_devices": 1, "versions": {"libtpu": "0.0.21"}}
     (tmp_path / "calibration").mkdir()
     file = tmp_path / "calibration" / "calibration.json"
-    said = []
-    for content in (None, {"format": 2, "machine": machine, "ratios": {"a": 1.1}}):
-        if content:
-            file.write_text(json.dumps(content))
-        done = Script(TINY, "--compile_for", "v5litepod-1", folder=tmp_path)
-        assert done.wait() == 0, done.text("err")
-        said.append(done.text("out"))
-    assert ERROR in said[0] and "calibration  " not in said[0]
-    assert ERROR not in said[1] and "calibration        measured on v5e: 1.10 x the predicted step (n = 1)" in said[1]
+    file.write_text(json.dumps({"format": 2, "machine": machine, "ratios": {"a": 1.1}}))
+    done = Script(TINY, "--compile_for", "v5litepod-1", folder=tmp_path)
+    assert done.wait() == 0, done.text("err")
+    said, before = done.text("out"), format_report(compiled(TINY, "--compile_for", "v5litepod-1")["report.json"])
+    assert ERROR in before and "calibration  " not in before
+    assert ERROR not in said and "calibration        measured on v5e: 1.10 x the predicted step (n = 1)" in said
     file.write_text("{")
     refused = Script(TINY, "--compile_for", "v5litepod-1", folder=tmp_path)
     assert refused.wait() and "calibration.json cannot be read as JSON" in refused.text("err")
@@ -291,12 +300,11 @@ def test_compiles_what_runs_on_a_mesh():
     assert files["report.json"].memory["parameters"] == pytest.approx(weights / 8, rel=0.2)
 
 
-@pytest.mark.parametrize("slice_name, devices", [("v5litepod-1", 1), ("v6e-8", 8)])
-def test_a_program_of_ours_given_as_hlo_has_the_same_answer(tmp_path, capfd, monkeypatch, slice_name, devices):
+def test_a_program_of_ours_given_as_hlo_has_the_same_answer(tmp_path, capfd, monkeypatch):
     """As XLA dumps it on a CPU, with torch_xla's options of the compiler."""
-    options = ["--shard_parameters"] if devices > 1 else []
-    ours = compiled(TINY, "--compile_for", slice_name, *options)["report.json"]
-    (tmp_path / "dump.txt").write_text(executed_hlo(TINY, *options, devices=devices))
+    slice_name = "v5litepod-8"
+    ours = compiled(TINY, "--compile_for", slice_name, "--shard_parameters")["report.json"]
+    (tmp_path / "dump.txt").write_text(executed_hlo(TINY, "--shard_parameters", devices=8))
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
     set_flags(torch_xla_flags(parse_topology(slice_name).generation))
     assert aot_tpu.main(["--hlo", str(tmp_path / "dump.txt"), "--topology", slice_name, "--json"]) == 0
@@ -384,19 +392,18 @@ def test_arguments_alone_over_the_limit():
     assert not r.fits and r.over_bytes > 0 and r.memory["parameters"] >= 8 * 14336**2 * 4
 
 
-def compiled_as_run(name: str, *options: str, **variables: str) -> dict:
-    """What aot_tpu.py makes of a training script, after asserting that the script executes the same program."""
-    files = compiled(ROOT / name, "--compile_for", "v5litepod-1", *options, **variables)
+def assert_compiles_what_a_script_runs(files: dict, name: str, *options: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         script = executed_hlo(ROOT / name, *options, "--run_dir", f"{folder}/run", "--device", "cpu")
     assert_compiles_what_runs(files, script)
-    return files
 
 
-def test_compiles_what_a_training_script_runs():
-    """A plan has the same program, and takes none of the seconds of convolutions."""
-    small = ("--channels", "4", "--hidden_dim", "23")
-    compiled_as_run("simple_mnist_tpu.py", "--num_epochs", "1", "--warmup_steps", "5", *small, AOT_TPU_PLAN="1")
+def test_compiles_what_a_training_script_runs(tmp_path):
+    """Its trace alone: convolutions take the TPU's compiler seconds."""
+    options = ("--num_epochs=1", "--warmup_steps=5", "--channels=4", "--hidden_dim=23")
+    traced("simple_mnist_tpu.py", "v5litepod-1", *options, AOT_TPU_OUTPUT=tmp_path)
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert_compiles_what_a_script_runs(files, "simple_mnist_tpu.py", *options)
 
 
 @pytest.mark.slow
@@ -404,8 +411,16 @@ def test_compiles_what_a_scanned_and_accumulated_step_runs():
     """torch_xla's scan traces its body with tensors of its own, which must not become inputs of the program."""
     options = ("--gradient_accumulation_steps=4", "--scan_layers", "--num_steps=2", "--warmup_steps=1")
     options += ("--embedding_dim=32", "--sequence_length=16", "--global_batch_size=8")
-    r = compiled_as_run("transformer_tpu.py", *options)["report.json"]
+    files = compiled(ROOT / "transformer_tpu.py", "--compile_for", "v5litepod-1", *options)
+    assert_compiles_what_a_script_runs(files, "transformer_tpu.py", *options)
+    r = files["report.json"]
     assert r.memory["inputs"] < r.memory["parameters"] and r.loops and r.flops_ratio is None
+
+
+def planned_on_eight(*options) -> Report:
+    """A plan has the whole program, and takes none of the seconds of its machine code."""
+    asked = (ROOT / "transformer_tpu.py", "--compile_for", "v5litepod-8", *options)
+    return compiled(*asked, AOT_TPU_PLAN="1")["report.json"]
 
 
 @pytest.mark.slow
@@ -414,7 +429,7 @@ def test_accumulated_gradients_are_reduced_once_a_step(more):
     """In float32, by as many all-reduces as one part alone would have, not once in each of the 4 parts."""
     options = ("--mesh=8x1x1", "--gradient_accumulation_steps=4", "--num_layers=1", "--sequence_length=128")
     options += ("--vocab_size=64", "--precision=bfloat16", *more)
-    r = compiled(ROOT / "transformer_tpu.py", "--compile_for", "v5litepod-8", *options)["report.json"]
+    r = planned_on_eight(*options)
     assert list(r.collectives) == ["all-reduce"] and r.collectives["all-reduce"]["count"] < 4
     assert r.collectives["all-reduce"]["bytes"] == pytest.approx(r.memory["parameters"], rel=0.1)
 
@@ -423,7 +438,7 @@ def test_accumulated_gradients_are_reduced_once_a_step(more):
 def test_a_transformer_is_sharded_as_its_table_says():
     """Parameters and optimizer state alike, also where the traced step only reads them before it replaces them."""
     options = ("--mesh=2x4x1", "--num_layers=1", "--num_heads=4", "--embedding_dim=512", "--sequence_length=128")
-    report = compiled(ROOT / "transformer_tpu.py", "--compile_for", "v5litepod-8", *options)["report.json"]
+    report = planned_on_eight(*options)
     assert report.notes == ["layers 1, width 512, vocabulary 64"]  # what no size of a model says
     memory = report.memory
     weights = 12 * 512**2 * 4 / 4
@@ -436,7 +451,7 @@ def test_muon_reduces_no_product_over_devices():
     """They exchange matrices, so that each is whole on one of them; what is reduced is smaller than one matrix."""
     options = ("--mesh=1x8x1", "--optimizer=muon", "--num_layers=1", "--num_heads=4", "--embedding_dim=512")
     options += ("--sequence_length=128", "--vocab_size=64", "--precision=bfloat16")
-    r = compiled(ROOT / "transformer_tpu.py", "--compile_for", "v5litepod-8", *options)["report.json"]
+    r = planned_on_eight(*options)
     weights = 12 * 512**2
     assert r.collectives["all-reduce"]["bytes"] < 512**2
     assert r.collectives["all-to-all"]["bytes"] > weights * 2  # momentum in bfloat16, once or more
@@ -448,7 +463,7 @@ def test_slots_of_a_mixture_change_places_once_there_and_once_back():
     TPU rounds its inputs."""
     options = ("--model_size=mixtral_tiny", "--mesh=1x1x1x1x8", "--expert_capacity=1.0", "--num_layers=1")
     options += ("--embedding_dim=128", "--num_heads=4", "--sequence_length=128", "--global_batch_size=8")
-    r = compiled(ROOT / "transformer_tpu.py", "--compile_for", "v5litepod-8", *options)["report.json"]
+    r = planned_on_eight(*options)
     slots = 8 * (128 * 2 // 8)  # a device has one sequence: experts, each with its even share of 2 choices a token
     num_bytes = slots * 128 * (2 + 2 + 4 + 4) + slots * 4 * 2
     assert (r.collectives["all-to-all"]["count"], r.collectives["all-to-all"]["bytes"]) == (6, num_bytes)
@@ -459,8 +474,7 @@ def test_slots_of_a_mixture_change_places_once_there_and_once_back():
 # every preset of every script, for the slice it is meant for: rows called "SCRIPT PRESET"
 ROWS = {row.name: row for row in budgets.read_rows()}
 PRESETS = [name for name in ROWS if re.fullmatch(r"\w+_tpu\.py \w+", name)]
-# the others, which share their step with the first or take a minute, are compiled where their trace has changed
-QUICK = "simple_mnist_tpu.py quick_test"
+QUICK = "one small layer, FSDP, v5litepod-8"  # the others are compiled where their trace has changed
 
 
 def test_no_preset_is_left_out():
@@ -481,14 +495,10 @@ def compile_row(row):
     return Report(**json.loads(run("aot_tpu.py", *row.command, "--json").stdout)[0])  # a module
 
 
-@pytest.fixture(scope="module")
-def quick_row():
-    return compile_row(ROWS[QUICK])
-
-
-def test_a_preset_compiles_for_its_slice_as_in_the_budget(quick_row):
-    assert_is_in_budget(quick_row, ROWS[QUICK])
-    assert any(line.startswith("simple_mnist_tpu.py:") for line, _ in quick_row.costliest_lines)
+def test_a_script_compiles_for_its_slice_as_in_the_budget():
+    report = compile_row(ROWS[QUICK])
+    assert_is_in_budget(report, ROWS[QUICK])
+    assert any(line.startswith("transformer_tpu.py:") for line, _ in report.costliest_lines)
 
 
 @pytest.mark.slow
@@ -507,16 +517,20 @@ def is_traced_as_before(row) -> bool:
     script, *options = shlex.split(row.ask)
     if not script.endswith(".py") or row.versions != virtual_slice.check_private_interfaces():
         return False
-    done = run("tests/traced_step.py", script, "--compile_for", row.slice, *options, PYTHONPATH=ROOT)
+    return traced(script, row.slice, *options) == row.traced
+
+
+def traced(script, slice_name: str, *options: str, **variables: object) -> str:
+    """The hash of a script's trace."""
+    done = run("tests/traced_step.py", script, "--compile_for", slice_name, *options, PYTHONPATH=ROOT, **variables)
     assert done.returncode == 0, done.stderr
-    return done.stdout.split()[-1] == row.traced
+    return done.stdout.split()[-1]
 
 
-def test_the_hash_of_a_trace_knows_no_lines_and_sees_a_change_of_the_step(quick_row, tmp_path):
+def test_the_hash_of_a_trace_knows_no_lines_and_sees_a_change_of_the_step(tmp_path):
     """The kept one is of the step as it is: else each run of the slow tests compiles every preset anew."""
-    row = ROWS[QUICK]
-    assert row.traced == quick_row.traced, f"python benchmarks/budgets.py --renew --only '{QUICK}', and other presets"
-    assert is_traced_as_before(row)
+    row = ROWS["simple_mnist_tpu.py quick_test"]
+    assert is_traced_as_before(row), f"python benchmarks/budgets.py --renew --only '{row.name}', and other presets"
     copy, text = tmp_path / "simple_mnist_tpu.py", (ROOT / "simple_mnist_tpu.py").read_text()
     of_copy = dataclasses.replace(row, ask=row.ask.replace("simple_mnist_tpu.py", str(copy)))
     copy.write_text(text.replace("\nimport", "\n# a line more\nimport", 1))
@@ -524,6 +538,20 @@ def test_the_hash_of_a_trace_knows_no_lines_and_sees_a_change_of_the_step(quick_
     assert text.count("F.relu(") >= 2
     copy.write_text(text.replace("F.relu(", "F.silu(", 1))
     assert not is_traced_as_before(of_copy)
+
+
+def test_the_hash_of_a_trace_knows_no_lines_of_a_kernel():
+    """They have the folder in them: each clone would compile every preset with a kernel anew."""
+
+    def program(file: str, value: int) -> str:
+        kernel = f'module {{ "kernel.op"() {{value = {value} : i32}} : () -> () loc("{file}":1:1) }}'
+        with ir.Context() as context, io.BytesIO() as body:
+            context.allow_unregistered_dialects = True
+            ir.Module.parse(kernel).operation.write_bytecode(body)
+            return f'backend_config={{"custom_call_config": {{"body": "{b64encode(body.getvalue()).decode()}"}}}}'
+
+    here, there, other = (program(*of) for of in (("/here/a.py", 1), ("/there/b.py", 1), ("/here/a.py", 2)))
+    assert here != there and answer.without_lines(here) == answer.without_lines(there) != answer.without_lines(other)
 
 
 def test_a_new_field_of_a_trace_moves_no_hash_until_it_says_something():
@@ -564,12 +592,10 @@ def test_a_compile_in_a_process_of_its_own(tmp_path):
 
 
 @pytest.mark.parametrize("slice_name, options", [("v5litepod-1", ()), ("v5litepod-8", ("--width", "1024"))])
-def test_a_plan_has_the_memory_of_the_whole_compile(forked, monkeypatch, capsys, slice_name, options):
-    def ask(*more):
-        code = aot_tpu.main([str(TINY), "--topology", slice_name, "--json", *more, *options])
-        return code, Report(**json.loads(capsys.readouterr().out)[0])
-
-    (code, alone), (_, whole) = ask("--plan", "--no_cache"), ask()
+def test_a_plan_has_the_memory_of_the_whole_compile(forked, capsys, slice_name, options):
+    code = aot_tpu.main([str(TINY), "--topology", slice_name, "--json", "--plan", "--no_cache", *options])
+    alone = Report(**json.loads(capsys.readouterr().out)[0])
+    whole = compiled(TINY, "--compile_for", slice_name, *options)["report.json"]
     assert code == 0 and alone.fits and not alone.compiles and whole.compiles
     assert alone.collectives == whole.collectives
     if options:  # the step of the small one is what starting operations costs
@@ -704,12 +730,14 @@ def test_options_that_save_memory_are_those_of_the_script():
 
 @pytest.mark.slow
 def test_a_transformer_over_the_limit_says_what_would_help():
-    """A v5e of 128 KiB; what would help is compiled for a real one, in processes of its own."""
+    """A v5e of 128 KiB; what would help is asked for a real one, in processes of its own. They plan; the
+    compiles are of test_what_would_help_is_compiled."""
     smaller = "import sys, dataclasses, tpu_utils.base.hardware as h, tpu_compiler.of_script as it; "
     smaller += "h.GENERATIONS['v5e'] = dataclasses.replace(h.GENERATIONS['v5e'], limit_gib=2**-13); "
     smaller += "sys.exit(it.run(sys.argv[1:]))"
     tiny = "--num_layers 1 --embedding_dim 32 --num_heads 2 --sequence_length 16 --global_batch_size 8".split()
-    done = run("-c", smaller, ROOT / "transformer_tpu.py", "--compile_for", "v5litepod-4", "--mesh", "4x1x1", *tiny)
+    words = ("-c", smaller, ROOT / "transformer_tpu.py", "--compile_for", "v5litepod-4", "--mesh", "4x1x1", *tiny)
+    done = run(*words, AOT_TPU_PLAN="1")
     assert done.returncode == 1, done.stderr
     for option in ("--remat", "--gradient_accumulation_steps=2", "--mesh=1x4x1"):
         assert re.search(rf"\({option}\) +fits, 0\.\d\d of 15\.75 GiB", done.stdout), done.stdout
@@ -743,9 +771,9 @@ def test_a_script_that_compiles_for_another_slice_is_wrong_usage(tmp_path):
     assert caught.value.exit_code == 2
 
 
-def test_a_script_without_a_step_is_wrong_usage():
-    done = run("aot_tpu.py", "tpu_utils/step/optim.py", "--topology", "v5litepod-1")
-    assert done.returncode == 2 and "optim.py ended without asking to compile a step" in done.stderr
+def test_a_script_without_a_step_is_wrong_usage(forked, capsys):
+    assert aot_tpu.main(["tpu_utils/step/optim.py", "--topology", "v5litepod-1"]) == 2
+    assert "optim.py ended without asking to compile a step" in capsys.readouterr().err
 
 
 @pytest.mark.slow

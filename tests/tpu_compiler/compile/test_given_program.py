@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from jax_program import BATCH, LENGTH, WIDTH
 from jaxlib._jax import HloModule
 from mutations import mutated
 from processes import ROOT, run
@@ -26,7 +27,7 @@ FORMS = ("shardy.mlir", "shardy.txt", "exported.bin", "portable.bytecode", "gspm
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("programs")
-    done = run(ROOT / "tests" / "jax_program.py", folder, "v6e-8", cold=True)
+    done = run(ROOT / "tests" / "jax_program.py", folder, "v6e-8")
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -75,9 +76,9 @@ def test_memory_is_what_jax_says_itself(programs, forked, monkeypatch, capsys, t
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["alone.mlir", "alone.txt"])
 def test_one_device_overwrites_what_the_program_says(programs, forked, capsys, form):
-    r = ask(capsys, "--hlo", programs / form, "--topology", "v6e-1")
+    r = ask(capsys, "--hlo", programs / form, "--topology", "v6e-1", "--plan")
     assert r.devices == 1 and not r.collectives and "4 of 5 inputs are overwritten (donated)" in r.notes
-    assert r.memory["inputs"] == 4 * 12 * 256 * 256 + 4 * 16 * 1024 * 256
+    assert r.memory["inputs"] == 4 * 12 * WIDTH**2 + 4 * BATCH * LENGTH * WIDTH
 
 
 PLAIN = """module { func.func public @main(%x: tensor<1024x1024xf32>) -> tensor<1024x1024xf32> {

@@ -534,7 +534,7 @@ def test_state_of_batch_normalisation(forked, capsys, nets):
 def test_a_model_that_nobody_here_wrote(capsys):
     """docs/any_module.md has a forward pass, benchmarks/budgets.json one of Hugging Face."""
     target = ("torchvision.models:alexnet", "--inputs", "float32[8,3,224,224]", "--mode", "train")
-    (r,) = asked(capsys, *target, "--topology", "v5litepod-1")
+    (r,) = asked(capsys, *target, "--topology", "v5litepod-1", "--plan")
     assert r.fits and any(re.match(r"features\.\*", name) for name, _, _ in r.module_groups)
 
 

@@ -5,11 +5,13 @@ import weakref
 
 import pytest
 import torch
+from torch._inductor import config as inductor
 
 from config import MnistConfig
 from tpu_utils.base import gpus
 from tpu_utils.base.errors import DeviceError, InputError
 from tpu_utils.base.gpus import GPUS, gpu_named, gpu_or_cpu, has_gpu
+from tpu_utils.device import dynamo
 from tpu_utils.device.gpu import WAITS, Replayed, WaitCount
 from tpu_utils.options.environment import choose_device
 
@@ -77,6 +79,15 @@ def test_a_step_that_cannot_be_recorded_runs_kernel_by_kernel(capsys):
     assert capsys.readouterr().out.count("cuda graph none: kernels are started one by one, as operation not") == 1
 
 
+def test_inductor_gets_the_settings_that_this_torch_has(monkeypatch):
+    """torch 2.9 and 2.11 lack some, and inductor refuses a name that it does not know."""
+    asked = {}
+    monkeypatch.setattr(dynamo, "lookup_backend", lambda name: lambda *_, config_patches: asked.update(config_patches))
+    monkeypatch.setattr(dynamo, "_compiler", "inductor")
+    dynamo._compile_graph("cpu", torch.fx.symbolic_trace(torch.nn.Identity()), [])
+    assert set(inductor.get_config_copy()) >= set(asked) >= {"fallback_random", "shape_padding"}
+
+
 def test_what_waits_for_the_gpu_is_counted_and_other_warnings_are_shown(monkeypatch):
     """torch warns of each wait, in the words of c10/cuda/CUDAFunctions.cpp (2.11, 2.12 and 2.14)."""
     shown = []
@@ -94,9 +105,13 @@ def test_what_waits_for_the_gpu_is_counted_and_other_warnings_are_shown(monkeypa
     "name, tflops",
     [
         ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
         ("NVIDIA H100 80GB HBM3", 989),
         ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA B200", 2250),
         ("NVIDIA A100-SXM4-40GB", 312),
+        ("NVIDIA A100-SXM4-80GB", 312),
         ("NVIDIA A100 80GB PCIe", 312),
         ("NVIDIA L4", 121),
         ("NVIDIA GeForce RTX 4090", 165.2),
@@ -107,10 +122,25 @@ def test_gpus_by_the_name_that_the_driver_gives(name, tflops):
     assert gpu_named(name).bf16_tflops == tflops
 
 
-def test_another_gpu_has_no_figures():
-    """L40S is no L4, and no GPU has no name."""
-    assert [gpu_named(name) for name in ("NVIDIA L40S", "NVIDIA GeForce GTX 1080", "")] == [None, None, None]
-    assert len({gpu.pattern for gpu in GPUS}) == len(GPUS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA L40S",
+        "NVIDIA GeForce GTX 1080",
+        "",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA A100-SXM-64GB",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+    ],
+)
+def test_another_gpu_has_no_figures(name):
+    """L40S is no L4, a laptop's card has less, and a part of a card has a part of its peak."""
+    assert gpu_named(name) is None
+
+
+def test_each_figure_of_a_gpu_has_its_source():
+    assert all(gpu.source for gpu in GPUS) and len({gpu.name for gpu in GPUS}) == len(GPUS)
 
 
 def test_a_gpu_is_there_where_its_driver_shows_one(tmp_path):

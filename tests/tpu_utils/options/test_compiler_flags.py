@@ -81,7 +81,9 @@ def test_an_option_that_libtpu_does_not_have():
 
 
 def test_the_options_reach_the_compiler():
-    done = run("simple_mnist_tpu.py", "--compile_for=v5litepod-1", "--compiler_options=xla_tpu_scoped_vmem_limit_kib=x")
+    small = ("--num_layers=1", "--embedding_dim=8", "--num_heads=1", "--sequence_length=8", "--global_batch_size=1")
+    given = ("--compile_for=v5litepod-1", "--compiler_options=xla_tpu_scoped_vmem_limit_kib=x")
+    done = run("transformer_tpu.py", *small, *given)
     assert done.returncode == 1 and "Illegal value 'x'" in done.stdout + done.stderr
     assert f"compiler   {THRESHOLD}=1000000 xla_tpu_scoped_vmem_limit_kib=x" in done.stdout
 
@@ -93,7 +95,7 @@ def test_without_windowed_einsum_no_chain_of_sends():
     found = {}
     for more in ("--no_windowed_einsum", "--windowed_einsum"):
         with tempfile.TemporaryDirectory() as folder:
-            run(ROOT / "transformer_tpu.py", *options, more, AOT_TPU_OUTPUT=folder)
+            run(ROOT / "transformer_tpu.py", *options, more, AOT_TPU_OUTPUT=folder, AOT_TPU_PLAN="1")
             report = json.loads(Path(folder, "report.json").read_text())
         found[more] = report["collectives"].get("collective-permute", {}).get("count", 0), report["estimated_ms"]
     assert found["--no_windowed_einsum"][0] == 0 < found["--windowed_einsum"][0]

@@ -86,13 +86,15 @@ def test_the_score_counts_signs_fits_and_points():
     assert decisions.score([row(-11.0, 4.0, "yes", "yes")])[5] == "0"
 
 
-def test_every_wrong_sign_has_a_reason_and_a_third_is_held_out():
+def test_every_wrong_sign_and_fit_has_a_reason_and_a_third_is_held_out():
     held_out = [d for d in ALL if decisions.is_held_out(d.id)]
     assert len(ALL) / 4 < len(held_out) < len(ALL) * 5 / 12
     known = decisions.read_answers(decisions.ANSWERS)
     rows = [decisions.compare(d, known) for d in ALL]
     clear = [r for r in rows if r["measured"] is not None and abs(r["measured"]) >= decisions.TIE]
     assert not [r["id"] for r in clear if r["measured"] * r["predicted"] <= 0 and not r["reason"]]
+    wrong = [r for r in rows if any(r[f"fits_{n}"] not in ("", r[f"fits_{n}_predicted"]) for n in "ab")]
+    assert wrong and not [r["id"] for r in wrong if not r["reason"]]
     tables = {row[0]: row[1:] for row in csv.reader((TABLES / "decisions_scores.csv").open())}
     for name, part in (("held out", held_out), ("used", [d for d in ALL if d not in held_out]), ("all", ALL)):
         ids = {d.id for d in part}

@@ -27,6 +27,7 @@ class FaultyProxy:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True  # as in bucket_emulator.py
 
             def log_message(self, *arguments) -> None:
                 pass

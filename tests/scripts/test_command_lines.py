@@ -1,6 +1,7 @@
 """--help, a wrong option, a wrong file: answered before torch is imported, in 80 columns, with the nearest name."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -45,6 +46,7 @@ else:
 """
 
 
+@functools.cache
 def answer(*arguments):
     return run("-c", WITHOUT_TORCH, *arguments)
 

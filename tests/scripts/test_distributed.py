@@ -398,10 +398,10 @@ def test_two_hosts_meet_agree_and_read_disjoint_parts():
 
 @pytest.mark.parametrize("index, missing", [(0, "host 1 (localhost), host 2 (localhost)"), (1, "host 0 (localhost)")])
 def test_missing_hosts_are_named_with_the_command(index, missing):
-    process = start_host(index, 3, free_port(), seconds=2)
+    process = start_host(index, 3, free_port(), seconds=1)
     _, err = process.communicate()
     assert process.returncode == 1
-    assert f"host {index} of 3 waited 2 s for {missing}" in err
+    assert f"host {index} of 3 waited 1 s for {missing}" in err
     assert re.search(r"--worker=all --command='cd \S+ && \S*python\S* tests/distributed_hosts.py", err)
     assert "Traceback" not in err
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import torch_xla
 from processes import run, start, waits
-from run_files import assert_identical, in_process, numbers, read_lines, state_in, to_host
+from run_files import assert_identical, in_process, numbers, read_lines, saved_steps, state_in, to_host
 from test_checkpoint import a_full_disk
 
 import simple_mnist_tpu
@@ -24,8 +24,8 @@ from tpu_utils.step.optim import learning_rates, make_optimizer
 from tpu_utils.trial.checks import check_model
 
 SMALL = ["--channels=4", "--hidden_dim=23"]  # a width that no other test compiles: graphs are counted
-SHORT = ["simple_mnist_tpu.py", *SMALL, "--num_epochs=3", "--log_every=7", "--save_every=10", "--no_tensorboard"]
-FINAL = "checkpoints/step_00000066"
+SHORT = ["simple_mnist_tpu.py", *SMALL, "--num_epochs=4", "--log_every=7", "--save_every=10", "--no_tensorboard"]
+FINAL = "checkpoints/step_00000088"
 
 
 @pytest.fixture(scope="module")
@@ -91,19 +91,19 @@ def end_state(run_dir):
     "number, code",
     [
         (signal.SIGTERM, 143),
-        (signal.SIGKILL, -9),
         *(pytest.param(*way, marks=pytest.mark.slow) for way in ((signal.SIGINT, 130), (signal.SIGHUP, 129))),
     ],
 )
-def test_stopped_anywhere_a_run_ends_bit_identical(uninterrupted, tmp_path, number, code):
-    run_dir = tmp_path / "run"
-    process = start(*SHORT, "--run_dir", run_dir)
-    waits((run_dir / "checkpoints" / "step_00000010" / "done").exists, alive=process)
-    process.send_signal(number)
-    output, errors = process.communicate()
-    assert process.returncode == code, output + errors
-    if number != signal.SIGKILL:
-        assert f"repeat the command with --run_dir {run_dir} --resume must" in output
+def test_stopped_and_killed_anywhere_a_run_ends_bit_identical(uninterrupted, tmp_path, number, code):
+    run_dir, output = tmp_path / "run", {}
+    for signal_number, expected, more in ((number, code, []), (signal.SIGKILL, -9, ["--resume=must"])):
+        before = max(saved_steps(run_dir), default=0)
+        process = start(*SHORT, "--run_dir", run_dir, *more)
+        waits(lambda before=before: max(saved_steps(run_dir), default=0) > before, alive=process)
+        process.send_signal(signal_number)
+        output[expected], errors = process.communicate()
+        assert process.returncode == expected, output[expected] + errors
+    assert f"repeat the command with --run_dir {run_dir} --resume must" in output[code]
     assert not (run_dir / FINAL).exists()
     resumed = run(*SHORT, "--run_dir", run_dir, "--resume", "must")
     assert resumed.returncode == 0 and "resumed" in resumed.stdout, resumed.stderr
@@ -115,17 +115,7 @@ def test_stopped_anywhere_a_run_ends_bit_identical(uninterrupted, tmp_path, numb
 
 def test_synthetic_approaches_its_known_best(tmp_path):
     run_dir = tmp_path / "run"
-    options = [
-        "--dataset",
-        "synthetic",
-        "--num_epochs",
-        "4",
-        "--max_shift",
-        "0",
-        "--learning_rate",
-        "1e-3",
-        "--channels=8",
-    ]
+    options = ["--dataset=synthetic", "--num_epochs=4", "--max_shift=0", "--learning_rate=1e-3", "--channels=8"]
     result = run("simple_mnist_tpu.py", *options, "--run_dir", run_dir, "--no_tensorboard")
     assert result.returncode == 0, result.stderr
     summary = json.loads((run_dir / "summary.json").read_text())

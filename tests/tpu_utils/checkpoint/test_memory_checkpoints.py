@@ -86,22 +86,6 @@ def end_state(run_dir: Path) -> dict:
 
 
 # --------------------------------------------------------------------------------------------------------- one machine
-def test_a_killed_run_goes_on_from_memory_to_the_same_bits(lost, whole):
-    run_dir, folder, memory = lost
-    assert not list(run_dir.glob("checkpoints/step_*")) and folder.stat().st_mode & 0o777 == 0o700
-    newest = newest_checkpoint(folder)
-    output = go_on(run_dir, memory).stdout
-    assert f"memory     held the checkpoint of step {newest}:" in output
-    assert f"resumed    after step {newest} of" in output
-    assert_identical(end_state(run_dir), end_state(whole))
-    assert numbers(run_dir) == numbers(whole)
-    assert not list(memory.iterdir()), "given back"
-    lines = [line for line in read_lines(run_dir) if line["kind"] == "checkpoint"]
-    assert [line["step"] for line in lines if "memory" in line] == list(range(5, 44, 5))
-    tokens = {line["memory"] for line in lines if "memory" in line}
-    assert len(tokens) == 2, "one of each process"
-
-
 def make_strays(folder: Path, step: int) -> None:
     """What is no checkpoint, by names that are, from this step on."""
     folder.mkdir(exist_ok=True)
@@ -115,17 +99,32 @@ def make_strays(folder: Path, step: int) -> None:
     os.mkfifo(folder / f"step_{step + 1:08d}" / "done")
 
 
-@pytest.mark.parametrize("change", ["off", "elsewhere", "strays"])
-def test_what_the_killed_run_had_in_memory_is_used_whatever_this_one_keeps_there(lost, whole, tmp_path, change):
+def test_a_killed_run_goes_on_from_memory_to_the_same_bits(lost, whole):
+    run_dir, folder, memory = lost
+    assert not list(run_dir.glob("checkpoints/step_*")) and folder.stat().st_mode & 0o777 == 0o700
+    newest = newest_checkpoint(folder)
+    make_strays(folder, newest + 1)
+    make_strays(run_dir / "checkpoints", 1)
+    output = go_on(run_dir, memory).stdout
+    assert f"memory     held the checkpoint of step {newest}:" in output
+    assert f"resumed    after step {newest} of" in output
+    assert_identical(end_state(run_dir), end_state(whole))
+    assert numbers(run_dir) == numbers(whole)
+    assert not list(memory.iterdir()), "given back"
+    lines = [line for line in read_lines(run_dir) if line["kind"] == "checkpoint"]
+    assert [line["step"] for line in lines if "memory" in line] == list(range(5, 44, 5))
+    tokens = {line["memory"] for line in lines if "memory" in line}
+    assert len(tokens) == 2, "one of each process"
+
+
+@pytest.mark.parametrize("option", ["--save_memory_every=0", "--memory_dir={}"])
+def test_what_the_killed_run_had_in_memory_is_used_whatever_this_one_keeps_there(lost, whole, tmp_path, option):
     """As the message says of a memory that is full: --save_memory_every 0, or another --memory_dir."""
     run_dir, folder, _ = lost
     (tmp_path / "other").mkdir()
     newest = newest_checkpoint(folder)
-    if change == "strays":
-        make_strays(folder, newest + 1)
-        make_strays(run_dir / "checkpoints", 1)
-    options = {"off": ["--save_memory_every=0"], "elsewhere": [f"--memory_dir={tmp_path / 'other'}"]}.get(change, [])
-    done = run("simple_mnist_tpu.py", f"--run_dir={run_dir}", "--resume=must", TINY[1], *options)
+    option = option.format(tmp_path / "other")
+    done = run("simple_mnist_tpu.py", f"--run_dir={run_dir}", "--resume=must", TINY[1], option)
     assert done.returncode == 0 and f"memory     held the checkpoint of step {newest}:" in done.stdout, done.stderr
     assert f"resumed    after step {newest} of" in done.stdout
     assert not folder.exists() and not list((tmp_path / "other").iterdir())
@@ -321,8 +320,7 @@ def copy_of(step: int, peers: Peers, sharded: bool, first: bool) -> HostCopy:
     return copy
 
 
-@pytest.mark.parametrize("sharded", [True, False])
-@pytest.mark.parametrize("lost", [[], [0], [2], [1, 3]])
+@pytest.mark.parametrize("sharded, lost", [(True, [0]), (True, [1, 3]), (False, []), (False, [2])])
 def test_lost_machines_cost_nothing_that_the_others_have(tmp_path, sharded, lost):
     with together(4) as on_all:
         machines = Machines(tmp_path, on_all, 4)

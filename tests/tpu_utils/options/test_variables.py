@@ -8,7 +8,6 @@ from processes import ROOT, environment_with, run
 
 from tpu_utils.base.errors import InputError
 from tpu_utils.options import variables
-from tpu_utils.options.known_flags import refusal_of_xla
 from tpu_utils.options.variables import SWITCHES, check_variables
 
 WITHOUT_TORCH_XLA = {name: module for name, module in sys.modules.items() if name != "torch_xla"}
@@ -59,10 +58,6 @@ def test_what_is_refused_before_torch_xla_reads_it(xla_is_forked, monkeypatch, n
 )
 def test_what_is_not(xla_is_forked, given):
     check_variables(given, "auto")
-
-
-def test_xla_is_asked_by_a_python_of_its_own():
-    assert refusal_of_xla("--xla_nosuch=1") == "Unknown flag in XLA_FLAGS: --xla_nosuch=1"
 
 
 def test_a_limit_of_memory_under_which_torch_does_not_load():

@@ -39,21 +39,37 @@ def link_share(kind: str, topology: Topology) -> float:
 def with_prices(text: str, topology: Topology) -> str:
     """A planned program with an estimate in every operation that a compiled one has an estimate in."""
     computations = parse_program(text)
+    bandwidth = MEMORY_SHARE * topology.hardware.memory_gb_per_s * 1e9
     prices = {}
-    starts = [o for operations in computations.values() for o in operations if o.kind == "async-start"]
-    beside = {called for start in starts for called, _ in called_by(start, computations)}  # slices read ahead, mostly
-    for name, _, operations in scheduled(computations):
-        if name in beside:
-            continue
+
+    def priced(operations: list[Operation]) -> tuple[dict[str, float], float]:
+        """({line: seconds}, bytes moved) of operations."""
         types = {operation.name: operation.type for operation in operations}
-        for operation in operations:
-            seconds = seconds_of(operation, types, computations, topology)
-            if seconds:
-                prices[operation.line] = round(seconds * topology.hardware.clock_ghz * 1e9)
+        seconds = {o.line: seconds_of(o, types, computations, topology) for o in operations}
+        moved = sum(bytes_moved(o, types, computations) for o in operations if seconds[o.line])
+        return seconds, moved
+
+    bodies = {name: operations for name, _, operations in scheduled(computations)}
+    ahead = {name: beside(operations, computations) & bodies.keys() for name, operations in bodies.items()}
+    for name in bodies.keys() - set().union(*ahead.values()):
+        seconds, moved = priced(bodies[name])
+        read_ahead = [priced(bodies[called]) for called in ahead[name]]  # slices brought on the chip, mostly
+        least = (moved + sum(more for _, more in read_ahead)) / bandwidth
+        waited = max(0.0, least - sum(seconds.values()))  # memory is busy with both
+        whole = sum(sum(more.values()) for more, _ in read_ahead) or 1.0
+        for more, _ in read_ahead:
+            seconds |= {line: each * waited / whole for line, each in more.items()}
+        prices |= {line: round(each * topology.hardware.clock_ghz * 1e9) for line, each in seconds.items() if each}
     return "\n".join(
         f'{line}, backend_config={{"estimated_cycles":"{prices[line]}"}}' if line in prices else line
         for line in text.splitlines()
     )
+
+
+def beside(operations: list[Operation], computations: dict[str, list[Operation]]) -> set[str]:
+    """Computations that operations start to run beside them."""
+    starts = [operation for operation in operations if operation.kind == "async-start"]
+    return {called for start in starts for called, _ in called_by(start, computations)}
 
 
 def seconds_of(

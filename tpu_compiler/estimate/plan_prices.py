@@ -40,26 +40,20 @@ def with_prices(text: str, topology: Topology) -> str:
     """A planned program with an estimate in every operation that a compiled one has an estimate in."""
     computations = parse_program(text)
     bandwidth = MEMORY_SHARE * topology.hardware.memory_gb_per_s * 1e9
-    prices = {}
-
-    def priced(operations: list[Operation]) -> tuple[dict[str, float], float]:
-        """({line: seconds}, bytes moved) of operations."""
+    ahead = set().union(*(beside(operations, computations) for operations in computations.values()))
+    prices = {True: {}, False: {}}  # of what is read ahead, slices brought on the chip mostly, and of the rest
+    step = {True: 0.0, False: 0.0}
+    needed = 0.0
+    for name, times, operations in scheduled(computations):
         types = {operation.name: operation.type for operation in operations}
-        seconds = {o.line: seconds_of(o, types, computations, topology) for o in operations}
-        moved = sum(bytes_moved(o, types, computations) for o in operations if seconds[o.line])
-        return seconds, moved
-
-    bodies = {name: operations for name, _, operations in scheduled(computations)}
-    ahead = {name: beside(operations, computations) & bodies.keys() for name, operations in bodies.items()}
-    for name in bodies.keys() - set().union(*ahead.values()):
-        seconds, moved = priced(bodies[name])
-        read_ahead = [priced(bodies[called]) for called in ahead[name]]  # slices brought on the chip, mostly
-        least = (moved + sum(more for _, more in read_ahead)) / bandwidth
-        waited = max(0.0, least - sum(seconds.values()))  # memory is busy with both
-        whole = sum(sum(more.values()) for more, _ in read_ahead) or 1.0
-        for more, _ in read_ahead:
-            seconds |= {line: each * waited / whole for line, each in more.items()}
-        prices |= {line: round(each * topology.hardware.clock_ghz * 1e9) for line, each in seconds.items() if each}
+        for operation in operations:
+            if seconds := seconds_of(operation, types, computations, topology):
+                prices[name in ahead][operation.line] = seconds
+                step[name in ahead] += times * seconds
+                needed += times * bytes_moved(operation, types, computations) / bandwidth
+    waited = max(0.0, needed - step[False])  # what is read ahead is free as long as memory is not busy all the step
+    prices = prices[False] | {line: each * waited / step[True] for line, each in prices[True].items()}
+    prices = {line: round(each * topology.hardware.clock_ghz * 1e9) for line, each in prices.items() if each}
     return "\n".join(
         f'{line}, backend_config={{"estimated_cycles":"{prices[line]}"}}' if line in prices else line
         for line in text.splitlines()

@@ -56,7 +56,7 @@ class Row:
     """A program, and what was predicted of it when the file was renewed."""
 
     name: str
-    ask: str  # aot_tpu.py's arguments, but the slice
+    ask: str  # aot_tpu.py's arguments, but the slice; with --plan it is planned, not compiled
     slice: str
     slow: bool = False  # left out without --all
     figures: dict[str, float] = dataclasses.field(default_factory=dict)  # as figures_of; empty: never renewed
@@ -69,8 +69,17 @@ class Row:
         return [*shlex.split(self.ask), "--topology", self.slice]
 
     @property
+    def planned(self) -> bool:
+        return "--plan" in self.command
+
+    @property
+    def options(self) -> list[str]:
+        """Those of the script."""
+        return [word for word in shlex.split(self.ask)[1:] if word != "--plan"]
+
+    @property
     def fast(self) -> bool:
-        return bool(self.figures) and self.seconds < FAST
+        return bool(self.figures) and self.seconds < FAST and not self.planned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,16 +153,17 @@ def table(moves: Sequence[Move]) -> str:
 
 
 def print_slices(rows: Sequence[Row]) -> None:
-    """As CSV what a billion tokens takes of each whole language model and slice; presets are left out."""
+    """As CSV what a billion tokens takes of each whole language model and slice; presets are left out. Milliseconds
+    of planned rows are those of the roofline."""
     write = csv.writer(sys.stdout, lineterminator="\n").writerow
     header = ["model", "slice", "chips", "sequences x tokens", "GiB a chip", "ms with communication"]
     write([*header, "chip-hours a billion tokens", "s to compile"])
     for row in rows:
-        script, *options = shlex.split(row.ask)
-        is_a_part = row.name.startswith(script) or "--num_layers" in options
+        script = shlex.split(row.ask)[0]
+        is_a_part = row.name.startswith(script) or "--num_layers" in row.options
         if script != "transformer_tpu.py" or is_a_part or not row.figures:
             continue
-        config = parse_command_line(TransformerConfig, "", [*options, "--compile_for", row.slice])
+        config = parse_command_line(TransformerConfig, "", [*row.options, "--compile_for", row.slice])
         topology = parse_topology(row.slice)
         chips = topology.num_chips
         steps = 1e9 / (config.global_batch_size * config.shape.sequence_length)
@@ -167,7 +177,7 @@ def print_slices(rows: Sequence[Row]) -> None:
                 f"{row.figures['compiler_peak_bytes'] / GIB:.2f} of {topology.hardware.limit_gib:.2f}",
                 " to ".join(dict.fromkeys(f"{ms:.0f}" for ms in times)),
                 " to ".join(dict.fromkeys(f"{steps * ms / 3.6e6 * chips:.3g}" for ms in times)),
-                f"{row.seconds:.0f}",
+                "planned" if row.planned else f"{row.seconds:.0f}",
             ]
         )
 

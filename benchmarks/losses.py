@@ -20,14 +20,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.children import ROOT, as_csv, parser_for
 
-TOLERANCE = 1e-4
-"""ResNet's are 4e-5 off: rounding that BatchNorm and its rate of 0.1 make grow, as plain PyTorch's own float32 is 1e-5
-off its float64 there, and XLA's 4e-5. Those of the others are within 2e-7."""
+TOLERANCE = 1e-5
 COMMON = "--log_every 1 --warmup_steps 5 --no_tensorboard"
 SCRIPTS = {
     # of 7 million activations one is 9e-9, and its sign, so its gradient, is rounding: 4 channels
     "simple_mnist_tpu.py": "--dataset digits --num_epochs 1 --global_batch_size 70 --channels 4",
-    "resnet_cifar_tpu.py": "--dataset stripes --depth 8 --width 8 --num_epochs 1 --global_batch_size 200",
+    # at a rate of 0.1 BatchNorm makes rounding grow: 4e-5, where plain PyTorch's float32 is 1e-5 off its float64
+    "resnet_cifar_tpu.py": "--dataset stripes --depth 8 --width 8 --num_epochs 1 --global_batch_size 200"
+    " --learning_rate 0.02",
     "transformer_tpu.py": "--num_steps 20 --global_batch_size 8",
 }
 """What runs 20 steps."""

@@ -65,8 +65,10 @@ def check_files(config: TransformerConfig) -> None:
         from language.options.model_config import check_initial_weights  # only for a run that has some
 
         check_initial_weights(config)
-    elif config.preset == "finetune" and config.model_size == "tiny" and not config.model_config:
-        raise InputError("preset finetune found no model to start from; name a folder of weights: --initial_weights")
+    elif config.preset.startswith("finetune") and config.model_size == "tiny" and not config.model_config:
+        raise InputError(
+            f"preset {config.preset} found no model to start from; name a folder of weights: --initial_weights"
+        )
     if config.compile_for:
         return
     if config.sample_every:

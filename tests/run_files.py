@@ -32,10 +32,11 @@ def in_process(*argv: object) -> int:
 
 def configured(kind: type, words: list[str]):
     """As parse_command_line() without its twentieth of a second: the fields are there, and values fit each other."""
-    given: dict[str, str] = {}
+    given, name = {}, ""
     for word in words:
-        name = word[2:].partition("=")[0] if word.startswith("--") else [*given][-1]
-        given[name] = word.partition("=")[2] if word.startswith("--") else word
+        if word.startswith("--"):
+            name, _, word = word[2:].partition("=")
+        given[name] = word
     default, _ = resolve(kind, given.pop("preset", "quick_test"), given.get("optimization_level"))
     values = {name.removeprefix("no_"): not name.startswith("no_") for name, text in given.items() if not text}
     values |= {name: type(getattr(default, name))(text) for name, text in given.items() if text}

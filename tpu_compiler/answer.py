@@ -26,7 +26,7 @@ from tpu_compiler.compile.newest import CHILD, compile_there, environment_versio
 from tpu_compiler.compile.planned import PLAN_VARIABLE, plan_program
 from tpu_compiler.compile.traced import Traced
 from tpu_compiler.decide.search import OUTPUT_VARIABLE
-from tpu_compiler.estimate.plan_prices import corner_share, with_prices
+from tpu_compiler.estimate.plan_prices import link_share, with_prices
 from tpu_compiler.estimate.reading import (
     HOST,
     group_modules,
@@ -41,7 +41,7 @@ from tpu_compiler.estimate.reading import (
 )
 from tpu_compiler.estimate.report import PLANNED, Report
 from tpu_compiler.estimate.rules import moved_bytes, ruled_ms
-from tpu_compiler.estimate.schedule import exposed_ms, read_host_transfers
+from tpu_compiler.estimate.schedule import LinkShare, all_links, exposed_ms, read_host_transfers
 from tpu_utils.base.hardware import GIB, Topology, parse_topology
 from tpu_utils.options.virtual_slice import COMPILER_VARIABLE, check_private_interfaces
 
@@ -94,7 +94,7 @@ def ask_compiler(
         cache.write(name, compiled)
     if planned:
         compiled = dataclasses.replace(compiled, text=with_prices(compiled.text, topology))
-    result = _accepted(compiled, traced, topology, facts, examples, corner_share(topology) if planned else 1.0)
+    result = _accepted(compiled, traced, topology, facts, examples, link_share if planned else all_links)
     if planned:
         return dataclasses.replace(result, compiles=False, fits=not result.over_bytes, reason=PLANNED), ""
     if result.over_bytes:  # libtpu 0.0.21 leaves the arguments out of its own check
@@ -116,10 +116,10 @@ def expected_time(settings: dict) -> str:
 
 
 def _accepted(
-    compiled: Compiled, traced: Traced, topology: Topology, facts: dict, examples: int | None, link_share: float
+    compiled: Compiled, traced: Traced, topology: Topology, facts: dict, examples: int | None, share: LinkShare
 ) -> Report:
-    """The report when the compiler accepts, read from the compiled program. link_share: of the links' bandwidth that
-    collectives have."""
+    """The report when the compiler accepts, read from the compiled program. share: of the links' bandwidth that a kind
+    of collective has."""
     hardware = topology.hardware
     devices = facts["devices"]
     model_flops = facts["model_flops"]
@@ -132,7 +132,7 @@ def _accepted(
     seconds = sum(cycles.values()) / (hardware.clock_ghz * 1e9)  # 0.0: nothing in it has an estimate
     peak_flops = devices * hardware.bf16_tflops * 1e12 / hardware.devices_per_chip
     to_other_slices = hardware.slice_gb_per_s and hardware.slice_gb_per_s / hardware.devices_per_chip
-    sent = sum(kind["sent_bytes"] for kind in collectives.values())
+    sent = sum(totals["sent_bytes"] / share(kind, topology) for kind, totals in collectives.items())
     loops = sum(operation.kind == "while" for operations in computations.values() for operation in operations)
     return Report(
         **facts,
@@ -147,12 +147,12 @@ def _accepted(
         # the compiler counts the body of a loop once, so there is nothing to compare
         flops_ratio=compiled.flops * devices / model_flops if model_flops and not loops else None,
         collectives=collectives,
-        communication_lower_bound_ms=sent / (link_share * hardware.link_gb_per_s) / 1e6,
+        communication_lower_bound_ms=sent / hardware.link_gb_per_s / 1e6,
         slice_transfers=read_slice_transfers(computations, topology.num_slices),
         network_gb_per_s=to_other_slices,
         host_transfers=host,
         host_transfer_ms=host_bytes / hardware.host_gb_per_s / 1e6 if hardware.host_gb_per_s else 0.0,
-        exposed_ms=exposed_ms(computations, topology, devices, link_share),
+        exposed_ms=exposed_ms(computations, topology, devices, share),
         estimated_ms=seconds * 1e3,
         estimated_per_second=examples / seconds if examples and seconds else None,
         estimated_mfu=model_flops / (seconds * peak_flops) if model_flops and seconds else None,

@@ -291,19 +291,17 @@ class TorchOperations:
     @staticmethod
     def causal_attention(q_BTHK, k_BTGK, v_BTGK, starts_BT=None, saved: None = None, window: int = 0):
         """(output, None). The caller has divided q by sqrt(K)."""
-        visible = None
+        mask = None
         if starts_BT is not None or window:
             key = torch.arange(q_BTHK.shape[1], device=q_BTHK.device)
             query = key[:, None]
-            visible = (key <= query) & (query < key + (window or len(key)))
+            mask = (key <= query) & (query < key + (window or len(key)))
             if starts_BT is not None:
-                visible = (visible & (key >= starts_BT[..., None]))[:, None]  # (B, 1, T, T)
+                mask = (mask & (key >= starts_BT[..., None]))[:, None]  # (B, 1, T, T)
             # with a mask a GPU's fused kernel takes no grouped heads (torch 2.13)
             k_BTGK, v_BTGK = (x.repeat_interleave(q_BTHK.shape[2] // x.shape[2], 2) for x in (k_BTGK, v_BTGK))
         q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=visible, is_causal=visible is None, scale=1.0, enable_gqa=True
-        )
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=1.0, enable_gqa=True)
         return out.transpose(1, 2), None
 
     @staticmethod

@@ -23,18 +23,14 @@ NO_EXPERTS = NoEffect("num_experts", 0)
 WITH_REMAT = NoEffect("remat", False)
 Kept = Literal["inputs", "attention", "projections", "residual", "products"]
 
-FINEWEB_10B = ON_TPU | dict(
-    optimization_level="aggressive",
-    dataset="tokens",
-    train_data="fineweb_train_*.bin",
-    validation_data="fineweb_val_*.bin",
-    global_batch_size=512,
-    num_steps=18865,
-    warmup_steps=700,
-    eval_every=250,
-)
+FINEWEB_10B = ON_TPU | dict(optimization_level="aggressive", dataset="tokens", global_batch_size=512, num_steps=18865)
+FINEWEB_10B |= dict(train_data="fineweb_train_*.bin", validation_data="fineweb_val_*.bin")
+FINEWEB_10B |= dict(warmup_steps=700, eval_every=250)
 CHATS = dict(run_dir="runs/finetune", dataset="chat", train_data="chats.jsonl", sequence_length=1024, keep_best=True)
+CHATS |= dict(num_steps=1000, learning_rate=1e-5, warmup_steps=50)
 ONE_CHIP = ON_TPU | dict(optimization_level="aggressive", attention="flash", remat=True, scan_layers=True)
+OF_8B = dict(scan_layers=False, remat_keep="attention", sequence_length=8192, global_batch_size=8)
+OF_8B |= dict(compiler_options="xla_tpu_scoped_vmem_limit_kib=98304")
 
 
 @dataclass(frozen=True)
@@ -197,7 +193,9 @@ class TransformerConfig(HostOptions, TrainConfig):
             save_every=500,
         ),
         # chats for Qwen3 0.6B, which --initial_weights names, on v5litepod-1: docs/fine_tuning.md
-        "finetune": ONE_CHIP | CHATS | dict(global_batch_size=8, num_steps=1000, learning_rate=1e-5, warmup_steps=50),
+        "finetune": ONE_CHIP | CHATS | dict(global_batch_size=8),
+        # Qwen3 8B or Llama 3 8B on v6e-8: docs/search.md
+        "finetune_8B": ONE_CHIP | CHATS | OF_8B,
     }
 
     def __post_init__(self):

@@ -25,7 +25,7 @@ def events(run_dir):
 )
 def test_a_finished_run_shows_what_it_was(tmp_path, script):
     options = ["--run_dir", tmp_path / "run", "--device", "cpu", "--preset", "quick_test", "--learning_rate", "4e-3"]
-    result = run(script, *options, "--num_epochs", "3", "--warmup_steps", "2")
+    result = run(script, *options, "--num_epochs", "1", "--warmup_steps", "2", "--channels", "4")
     assert result.returncode == 0, result.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["train_graphs"], summary["eval_graphs"]) == (1, 1)

@@ -42,10 +42,13 @@ def test_the_first_commands_train_ask_and_export_a_model(tmp_path):
     assert "eos_token_id" in generation
 
 
-@pytest.mark.parametrize("asked", ["--device=cpu", "--compile_for=v5litepod-1"])
-def test_the_preset_trains_no_other_model_in_silence(asked):
+@pytest.mark.parametrize(
+    "preset, asked",
+    [("finetune", "--device=cpu"), ("finetune", "--compile_for=v5litepod-1"), ("finetune_8B", "--compile_for=v6e-8")],
+)
+def test_the_preset_trains_no_other_model_in_silence(preset, asked):
     """Without a folder it would be the smallest GPT, of bytes and from scratch."""
-    done = run("transformer_tpu.py", "--preset=finetune", "--attention=plain", asked)
+    done = run("transformer_tpu.py", f"--preset={preset}", "--attention=plain", asked)
     assert done.returncode == 2 and "name a folder of weights: --initial_weights" in done.stderr, done.stderr
 
 

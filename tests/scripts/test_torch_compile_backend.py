@@ -5,6 +5,7 @@ removed. There is no TPU: torch runs the one graph that Dynamo has made.
 """
 
 import csv
+import json
 import os
 import re
 import shutil
@@ -287,10 +288,13 @@ def test_twenty_losses_and_one_graph_on_each_backend(torch_compile):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="inductor compiles C++ on the CPU")
-def test_inductor_has_the_same_losses(torch_compile):
+def test_inductor_has_the_same_losses_and_its_steps_are_traced(torch_compile):
     folder = torch_compile.mine.parent
-    torch_compile.train("torch_compile", folder / "inductor", "--compile", "inductor")
+    torch_compile.train("torch_compile", folder / "inductor", "--compile", "inductor", "--profile_steps", "5:7")
     assert_alike(folder / "inductor", folder / "torch_xla")
+    (trace,) = (folder / "inductor" / "tensorboard").glob("*.json")
+    names = [event.get("name") for event in json.loads(trace.read_text())["traceEvents"]]
+    assert names.count("train") == 2
 
 
 @pytest.mark.slow
@@ -423,11 +427,12 @@ def row_of(made: TorchCompile, torch_version: str, folder: Path) -> dict[str, st
     options = (ROOT / "transformer_tpu.py", *MODEL.split(), "--num_heads", "2", "--embedding_dim", "32", "--run_dir")
     done = [made.succeeds(*options, folder / "micro", "--gradient_accumulation_steps", "2")]
     done += [made.succeeds(*PROCESSES[:-1], "--nproc_per_node=2", *options, folder / "two", "--mesh", "1x2x1")]
+    if has_compiler := shutil.which("g++"):
+        done.append(made.succeeds(*options, folder / "inductor", "--compile", "inductor"))
     names = "a step of torch's operations", "an own Function that saves tensors", "torch.autograd.grad"
     asked = dict(zip(names, answers, strict=True)) | {"torch": torch_version}
-    return asked | {
-        n: "right" if ok else "refused" for n, ok in zip(("micro-batches", "two processes"), done, strict=True)
-    }
+    names = ("micro-batches", "two processes", *(("inductor on a CPU",) if has_compiler else ()))
+    return asked | {name: "right" if ok else "refused" for name, ok in zip(names, done, strict=True)}
 
 
 @pytest.mark.slow

@@ -162,7 +162,7 @@ def test_what_a_token_costs_on_a_slice(tmp_path):
     values |= dict(num_key_value_heads=4, head_dim=128, vocab_size=4096, max_position_embeddings=512)
     (tmp_path / "config.json").write_text(json.dumps(values))
     command = ["tools.generate", "--hf", tmp_path, "--compile_for=v6e-4", "--devices=all", "--int8", "--context=256"]
-    result = run(*command, "--num_prompts=8", AOT_TPU_OUTPUT=str(tmp_path), AOT_TPU_PLAN="1")
+    result = run(*command, "--num_prompts=8", AOT_TPU_OUTPUT=str(tmp_path))
     assert result.returncode == 0, result.stderr
     r = Report(**json.loads((tmp_path / "report.json").read_text()))
     weights = 4096 * 1024 + 2 * (2 * 1024**2 + 2 * 512 * 1024 + 3 * 4096 * 1024)

@@ -35,8 +35,13 @@ WHOLE_LAYERS = (0, 4, 8, 16, 24)
 FIELDS = ("attention", "compiler_options", "gradient_accumulation_steps", "remat", "remat_keep", "remat_all_but")
 FIELDS += ("offload", "loss_parts", "mesh", "shard_parameters", "windowed_einsum", "scan_layers", "global_batch_size")
 """All that candidates() may try."""
+KEPT = ("inputs", "attention", "projections", "residual", "products")
+"""Values of --remat_keep, each with those before it."""
 WITH_REMAT = ("remat_keep", "remat_all_but", "offload")
 """Without effect beside --no_remat, so the script refuses them."""
+OF_A_LAYER = ("scan_layers", "remat", "remat_keep", "remat_all_but")
+"""Tried last: a large model's loop is asked about in seconds, its layers unrolled in minutes. What gains in a loop may
+lose without it, because a loop stacks what it keeps, so all that is kept is tried again."""
 LABEL = f"predicted, {RULE}, and of communication what the schedule cannot hide; not measured"
 WORTH_A_PLAN = 60.0
 """Seconds of a compile from which on a plan comes first."""
@@ -133,7 +138,7 @@ def candidates(settings: dict, devices: int, vary_batch: bool) -> list[tuple[str
     if isinstance(settings.get("remat"), bool):
         found.append(("remat", [False, True]))
     if "remat_keep" in settings:
-        found.append(("remat_keep", ["inputs", "attention", "projections", "residual", "products"]))
+        found.append(("remat_keep", list(KEPT)))
     if "remat_all_but" in settings:
         found.append(("remat_all_but", list(WHOLE_LAYERS)))
     if "offload" in settings:
@@ -161,9 +166,10 @@ def candidates(settings: dict, devices: int, vary_batch: bool) -> list[tuple[str
 
 def needs_as_much(setting: dict, other: dict) -> bool:
     """Whether setting needs no less memory than other: equal but for fewer accumulation steps or parts of the loss, no
-    remat, more layers whole, more batch."""
+    remat, more kept by it, more layers whole, more batch."""
     more = {"gradient_accumulation_steps": -1, "remat": -1, "global_batch_size": 1}  # sign of the effect on memory
-    more |= {"remat_all_but": 1, "loss_parts": -1}
+    more |= {"remat_all_but": 1, "loss_parts": -1, "remat_keep": 1}
+    setting, other = ({n: KEPT.index(v) if v in KEPT else v for n, v in s.items()} for s in (setting, other))
     return all(
         setting.get(name) == other.get(name)
         or (name in more and more[name] * setting.get(name, 0) >= more[name] * other.get(name, 0))
@@ -190,12 +196,14 @@ class Search:
         self.seconds = seconds
         self.trials: list[Trial] = []
         self.best: Trial | None = None
+        self.nearest: Trial | None = None  # before anything fits: what needs least memory
         self.spent = self.longest = 0.0  # seconds of compiling; a cached answer counts its original time
         self.ended = ""
 
     def run(self, vary_batch: bool = False, only: Sequence[str] = FIELDS) -> Trial | None:
         """The fastest setting that fits, or None. Coordinate descent: changes one field of `only` of the best setting
-        at a time, until a round improves nothing or the time is over. Raises ScriptError if the script itself fails."""
+        (before one fits, of that with the least memory) at a time, until a round improves nothing or the time is over;
+        OF_A_LAYER last. Raises ScriptError if the script itself fails."""
         first = self.attempt({}, {})
         if first.report is None:
             raise ScriptError(f"the script's own setting: {first.said}", 2 if "refused" in first.said else 1)
@@ -203,19 +211,29 @@ class Search:
         tried = [(name, values) for name, values in candidates(settings, devices, vary_batch) if name in only]
         if not tried:
             self.ended = f"on {devices} device(s) the script has none of the options to try: {', '.join(only)}"
-        while not self.ended:
-            before = self.best
-            for name, values in tried:
-                for value in values:
-                    changes = (self.best.changes if self.best else {}) | {name: value}
-                    if not changes.get("remat", settings.get("remat")):
-                        changes = {n: v for n, v in changes.items() if n not in WITH_REMAT}
-                    changes = {n: v for n, v in changes.items() if settings.get(n) != v}
-                    if not self.ended and all(changes != trial.changes for trial in self.trials):
-                        self.attempt(changes, settings)
-            if self.best is before:
-                break
+        in_a_loop = [(name, values) for name, values in tried if name != "scan_layers"]
+        of_a_layer = sorted([t for t in tried if t[0] in OF_A_LAYER], key=lambda t: OF_A_LAYER.index(t[0]))
+        for fields in (in_a_loop, of_a_layer):
+            while not self.ended and self.improve(fields, settings):
+                pass
         return self.best
+
+    def improve(self, tried: Sequence[tuple[str, list]], settings: dict) -> bool:
+        """Whether one round over these fields found something better."""
+        before = self.base
+        for name, values in tried:
+            for value in values:
+                changes = (self.base.changes if self.base else {}) | {name: value}
+                if not changes.get("remat", settings.get("remat")):
+                    changes = {n: v for n, v in changes.items() if n not in WITH_REMAT}
+                changes = {n: v for n, v in changes.items() if settings.get(n) != v}
+                if not self.ended and all(changes != trial.changes for trial in self.trials):
+                    self.attempt(changes, settings)
+        return self.base is not before
+
+    @property
+    def base(self) -> Trial | None:
+        return self.best or self.nearest
 
     def attempt(self, changes: dict, settings: dict) -> Trial:
         options = self.options
@@ -246,6 +264,8 @@ class Search:
         self.trials.append(trial)
         if trial.fits and (self.best is None or is_better(trial, self.best)):
             self.best = trial
+        elif self.best is None and trial.report and trial.report.memory:
+            self.nearest = min(self.nearest or trial, trial, key=lambda t: t.report.peak_bytes)
         self.say(f"{self.spent / 60:5.1f} of {self.seconds / 60:.3g} min  {self.line(trial)}")
         return trial
 
@@ -277,6 +297,9 @@ class Search:
             then, r = settings | trial.changes, trial.report
             if not r.fits and needs_as_much(now, then):
                 return f"{trial.words} does not fit, and it needs no less"
+            unrolled = now != then and {n: v for n, v in now.items() if then.get(n) != v}.keys() == {"scan_layers"}
+            if unrolled and r.peak_bytes > (1 + EQUAL) * r.limit_bytes:
+                return f"{trial.words} needs {r.peak_bytes / GIB:.1f} GiB, and it about as much"
             same = {n: v for n, v in now.items() if n != "gradient_accumulation_steps"}
             parts, parts_then = now.get("gradient_accumulation_steps"), then.get("gradient_accumulation_steps")
             if parts and parts_then and parts < parts_then and all(then.get(n) == v for n, v in same.items()):

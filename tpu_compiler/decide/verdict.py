@@ -62,10 +62,14 @@ def parse_tokens(text: str) -> float:
     return count
 
 
-def parse_only(text: str | None, vary_batch: bool) -> tuple[str, ...]:
-    """'mesh,remat' -> the fields that a search may change; None: all. Raises ValueError for what it never changes."""
-    names = FIELDS if text is None else tuple(text.split(","))
-    known = [name for name in FIELDS if vary_batch or name != "global_batch_size"]
+def parse_only(text: str | None, vary_batch: bool, planned: bool = False) -> tuple[str, ...]:
+    """'mesh,remat' -> the fields that a search may change; None: all. Raises ValueError for what it never changes.
+
+    planned: not compiler_options, because a plan has no price for on-chip memory.
+    """
+    fields = tuple(name for name in FIELDS if not (planned and name == "compiler_options"))
+    names = fields if text is None else tuple(text.split(","))
+    known = [name for name in fields if vary_batch or name != "global_batch_size"]
     if unknown := [name for name in names if name not in known and text is not None]:
         more = "" if vary_batch else "; with --vary_batch also global_batch_size"
         raise ValueError(f"--only says {unknown[0]!r:.60}; expected of {', '.join(known)}, with commas between{more}")

@@ -118,17 +118,29 @@ def _times_run(computations: dict[str, list[Operation]]) -> dict[str, int]:
 
 def called_by(operation: Operation, computations: dict[str, list[Operation]]) -> list[tuple[str, int]]:
     """(computation, how often it runs) of what an operation calls: loop bodies with their trips, and each branch."""
-    trips = 1
-    if operation.kind == "while":
-        trips = int(operation.find(r'"known_trip_count":\{"n":"(\d+)"') or 0)
-        if not trips:  # the bound is the largest constant the condition compares with
-            condition = computations.get(operation.find(r"condition=%?([\w.\-]+)") or "", ())
-            trips = max([int(o.find(r"constant\((\d+)\)") or 0) for o in condition] + [1])
+    trips = trips_of(operation, computations) if operation.kind == "while" else 1
     found = [(called, trips) for called in re.findall(r"(?:calls|body|to_apply)=%?([\w.\-]+)", operation.line)]
     # called_computations: of a custom call, which is how a collective is handed to the SparseCore of TPU7x
     for several in re.findall(r"(?:branch|called)_computations=\{([^}]*)\}", operation.line):
         found += [(called.strip().lstrip("%"), 1) for called in several.split(",")]
     return found
+
+
+def trips_of(loop: Operation, computations: dict[str, list[Operation]]) -> int:
+    """How often a loop runs. Where the compiler does not say, its counter goes to the largest constant of its
+    condition, by what its body adds: 2 in a windowed einsum, whose body is two of its rounds."""
+    if known := loop.find(r'"known_trip_count":\{"n":"(\d+)"'):
+        return int(known)
+    condition, body = (computations.get(loop.find(rf"{role}=%?([\w.\-]+)") or "", ()) for role in ("condition", "body"))
+    bound = max([int(o.find(r"constant\((\d+)\)") or 0) for o in condition] + [1])
+    compared = {name for o in condition if o.kind == "compare" for name in o.operands}
+    places = [o.find(r", index=(\d+)") for o in condition if o.name in compared and o.kind == "get-tuple-element"]
+    named = {o.name: o for o in body}
+    carried = [o.operands for o in body if o.kind == "tuple" and o.line.lstrip().startswith("ROOT")]
+    counters = [name for names in carried for place in places if place for name in names[int(place) :][:1]]
+    added = [part for name in counters if name in named and named[name].kind == "add" for part in named[name].operands]
+    step = max([int(named[part].find(r"constant\((\d+)\)") or 0) for part in added if part in named] + [1])
+    return -(-bound // step)
 
 
 def shape_bytes(shape: str, padded: bool = True) -> list[int]:

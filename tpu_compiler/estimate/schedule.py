@@ -7,7 +7,7 @@ the other. What goes to other slices is not looked at: nothing but its bound is 
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 
 from tpu_compiler.estimate.reading import Operation, called_by, channel_of, collectives_in, list_collectives, scheduled
@@ -16,6 +16,12 @@ from tpu_utils.base.hardware import Topology
 
 LINKS = "links"
 """All links of a device to its neighbours, together. The others are "to host" and "from host"."""
+LinkShare = Callable[[str, Topology], float]
+"""Of the links' bandwidth, what a kind of collective has on a slice."""
+
+
+def all_links(kind: str, topology: Topology) -> float:
+    return 1.0
 
 
 def read_host_transfers(computations: dict[str, list[Operation]]) -> dict[str, dict[str, float]]:
@@ -33,22 +39,27 @@ def read_host_transfers(computations: dict[str, list[Operation]]) -> dict[str, d
 
 
 def exposed_ms(
-    computations: dict[str, list[Operation]], topology: Topology, num_devices: int, link_share: float = 1.0
+    computations: dict[str, list[Operation]],
+    topology: Topology,
+    num_devices: int,
+    link_share: LinkShare = all_links,
 ) -> float:
-    """Milliseconds of a step, at least, that no operation runs in and a transfer does. link_share: of the links'
-    bandwidth that collectives have."""
-    whole = _step_seconds(computations, topology, num_devices, link_share)
-    return (whole - _step_seconds(computations, topology, 0)) * 1e3
+    """Milliseconds of a step, at least, that no operation runs in and a transfer does."""
+    waiting = _step_seconds(computations, topology, num_devices, link_share)
+    return (waiting - _step_seconds(computations, topology, 0)) * 1e3
 
 
 def _step_seconds(
-    computations: dict[str, list[Operation]], topology: Topology, num_devices: int, link_share: float = 1.0
+    computations: dict[str, list[Operation]],
+    topology: Topology,
+    num_devices: int,
+    link_share: LinkShare = all_links,
 ) -> float:
     """Seconds of a step, waiting included; without any transfer where num_devices is 0."""
     hardware = topology.hardware
     sent = {}  # seconds by collective
-    for operation, *_, size in list_collectives(computations, num_devices) if num_devices else ():
-        sent[channel_of(operation)] = size / (link_share * hardware.link_gb_per_s) / 1e9
+    for operation, kind, *_, size in list_collectives(computations, num_devices) if num_devices else ():
+        sent[channel_of(operation)] = size / (link_share(kind, topology) * hardware.link_gb_per_s) / 1e9
     bodies = {name for name, _, _ in scheduled(computations)}
 
     def transfers(operation: Operation, types: dict[str, str]) -> Iterator[tuple[str, str, float]]:

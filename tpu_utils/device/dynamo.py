@@ -89,10 +89,13 @@ def _compile_graph(device_type: str, graph: torch.fx.GraphModule, inputs: list[t
         return lookup_backend("tpu")(graph, inputs)
     if _compiler == "eager" or (_compiler == "auto" and device_type != "cuda"):
         return lookup_backend("eager")(graph, inputs)
+    from torch._inductor import config as inductor
+
     from tpu_utils.device.gpu import INDUCTOR, Replayed  # its settings serve the CPU too
 
     # it would time products with padding and without: another process may choose otherwise, and sum otherwise
     padded = not torch.are_deterministic_algorithms_enabled()
-    compiled = lookup_backend("inductor")(graph, inputs, config_patches=INDUCTOR | {"shape_padding": padded})
+    settings = {name: value for name, value in INDUCTOR.items() if hasattr(inductor, name)} | {"shape_padding": padded}
+    compiled = lookup_backend("inductor")(graph, inputs, config_patches=settings)
     on_gpu = all(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs)
     return Replayed(compiled) if on_gpu and not dist.is_initialized() else compiled

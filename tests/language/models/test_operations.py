@@ -63,9 +63,9 @@ def test_a_mask_comes_with_a_head_of_keys_for_each_of_queries(masked, monkeypatc
     is not deterministic), and torch keeps scores (B, H, T, T). Without a mask flash attention reads grouped heads."""
     heads, attention = [], F.scaled_dot_product_attention
 
-    def look(q, k, v, **options):
+    def look(q, k, v, *mask, **options):
         heads.extend(x.shape[1] for x in (q, k, v))
-        return attention(q, k, v, **options)
+        return attention(q, k, v, *mask, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", look)
     operations.TorchOperations.causal_attention(*(torch.randn(2, T, heads, 8) for heads in (4, 2, 2)), **masked)

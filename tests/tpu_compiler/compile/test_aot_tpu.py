@@ -489,10 +489,10 @@ def test_no_preset_is_left_out():
 
 
 def compile_row(row):
-    script, *options = shlex.split(row.ask)
-    if script.endswith(".py"):
-        return compiled(ROOT / script, "--compile_for", row.slice, *options)["report.json"]
-    return Report(**json.loads(run("aot_tpu.py", *row.command, "--json").stdout)[0])  # a module
+    script = shlex.split(row.ask)[0]
+    if script.endswith(".py") and not row.planned:
+        return compiled(ROOT / script, "--compile_for", row.slice, *row.options)["report.json"]
+    return Report(**json.loads(run("aot_tpu.py", *row.command, "--json").stdout)[0])  # a module, or planned
 
 
 def test_a_script_compiles_for_its_slice_as_in_the_budget():
@@ -514,10 +514,10 @@ def test_every_large_preset_and_headline_program_is_in_budget(name):
 
 
 def is_traced_as_before(row) -> bool:
-    script, *options = shlex.split(row.ask)
+    script = shlex.split(row.ask)[0]
     if not script.endswith(".py") or row.versions != virtual_slice.check_private_interfaces():
         return False
-    return traced(script, row.slice, *options) == row.traced
+    return traced(script, row.slice, *row.options) == row.traced
 
 
 def traced(script, slice_name: str, *options: str, **variables: object) -> str:
@@ -564,7 +564,7 @@ def test_a_new_field_of_a_trace_moves_no_hash_until_it_says_something():
 
 
 def assert_is_in_budget(r, row):
-    assert r.compiles and r.fits, r.reason
+    assert r.fits and (r.compiles or row.planned), r.reason
     assert r.topology == row.slice and (row.name not in PRESETS or r.settings["preset"] == row.name.split()[-1])
     # a script's language model says how many layers will be compiled
     assert bool(r.settings.get("layers")) == row.ask.startswith("transformer_tpu.py"), r.settings

@@ -445,6 +445,36 @@ def test_a_setting_that_does_not_fit_is_replaced_by_the_first_that_does():
     assert Search(Compiler(speed, lambda now: 99.0), [], lambda _: None, 3600).run() is None
 
 
+def test_where_no_single_change_makes_it_fit_several_do():
+    """A model of 8B fits by flash attention, remat and a mesh together; changed one by one from the script's own
+    setting, none of them fits, and the search once ended with nothing."""
+
+    def gib(now):
+        whole = 40.0 * (1 if now["attention"] == "flash" else 2)
+        return whole / (2 if now["remat"] else 1) / (2 if now["mesh"] == "1x8x1" else 1)
+
+    found = Search(Compiler(speed, gib), [], lambda _: None, 36000)
+    best = found.run()
+    assert best.fits and best.changes["mesh"] == "1x8x1" and best.changes["attention"] == "flash"
+    assert best.changes["remat"] and not found.trials[0].fits
+
+
+def test_unrolled_layers_are_tried_last_and_only_with_what_is_kept_of_them():
+    """36 layers of 8B: 16 s to plan their loop, 5 minutes unrolled."""
+    settings = SETTINGS | dict(remat=True, scan_layers=True, attention="flash")
+    compiler = Compiler(
+        lambda now: speed(now) * (1.0 if now["scan_layers"] else 0.5), lambda now: 14 if now["remat"] else 40, settings
+    )
+    found = Search(compiler, [], lambda _: None, 36000)
+    assert found.run().changes["scan_layers"] is False
+    unrolled = ["scan_layers" in trial.changes for trial in found.trials]
+    assert unrolled == sorted(unrolled), "first all that a loop can tell"
+    last = [trial for trial in found.trials if "scan_layers" in trial.changes]
+    assert all(trial.changes["mesh"] == "1x8x1" for trial in last) and len(last) < 8
+    (off,) = [trial for trial in last if trial.changes.get("remat") is False]
+    assert "remat=False needs 40.0 GiB, and it about as much" in off.said
+
+
 def test_time_ends_the_search_with_the_best_so_far():
     found = Search(Compiler(speed), [], lambda _: None, 200)
     best = found.run()
@@ -524,6 +554,7 @@ def test_the_cheapest_slice_comes_first():
         (["--search", "--price", "v5e=1"], "--price is given without --tokens"),
         (["--price", "v6e=1"], "--price says nothing of v5e; expected the price of each kind of chip"),
         (["--search", "--tokens=many"], "--tokens is 'many'; expected how many"),
+        (["--search", "--plan", "--only=compiler_options"], "'compiler_options'; expected of attention, gradient"),
         (["--search", "--only=mesh,colour"], "--only says 'colour'; expected of attention, compiler_options, "),
         (["--search", "--only=global_batch_size"], "with --vary_batch also global_batch_size"),
         (["--search", "--minutes=0"], "--minutes is 0.0; expected more than 0"),

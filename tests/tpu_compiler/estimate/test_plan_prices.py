@@ -2,8 +2,16 @@
 
 import pytest
 
-from tpu_compiler.estimate.plan_prices import MATRIX_SHARE, MEMORY_SHARE, corner_share, product_flops, with_prices
+from tpu_compiler.estimate.plan_prices import (
+    MATRIX_SHARE,
+    MEMORY_SHARE,
+    corner_share,
+    link_share,
+    product_flops,
+    with_prices,
+)
 from tpu_compiler.estimate.reading import parse_program, read_cycles, scheduled
+from tpu_compiler.estimate.schedule import exposed_ms
 from tpu_utils.base.hardware import parse_topology
 
 V6E = parse_topology("v6e-8")
@@ -91,6 +99,73 @@ def test_products_by_the_matrix_unit_and_the_rest_by_memory():
     expected = {"product": max(product, read), "negative": moved}
     assert priced == pytest.approx({name: seconds * ghz * 1e9 for name, seconds in expected.items()}, rel=1e-3)
     assert sum(read_cycles(program)[0].values()) == sum(priced.values())  # what runs between devices has no price
+
+
+WINDOWED = """
+%round (p: (bf16[1024,1024], bf16[1024,4096], u32[])) -> (bf16[1024,1024], bf16[1024,4096], u32[]) {
+  %p = (bf16[1024,1024]{1,0}, bf16[1024,4096]{1,0}, u32[]) parameter(0)
+  %x = bf16[1024,1024]{1,0} get-tuple-element(%p), index=0
+  %w = bf16[1024,4096]{1,0} get-tuple-element(%p), index=1
+  %i = u32[] get-tuple-element(%p), index=2
+  %step = u32[] constant(STEP)
+  %first = bf16[1024,4096]{1,0} convolution(%x, %w), dim_labels=bf_io->bf
+  %next = u32[] add(%i, %step)
+  ROOT %out = (bf16[1024,1024]{1,0}, bf16[1024,4096]{1,0}, u32[]) tuple(%x, %first, /*index=2*/%next)
+}
+
+%more (q: (bf16[1024,1024], bf16[1024,4096], u32[])) -> pred[] {
+  %q = (bf16[1024,1024]{1,0}, bf16[1024,4096]{1,0}, u32[]) parameter(0)
+  %bound = u32[] constant(4)
+  %j = u32[] get-tuple-element(%q), index=2
+  ROOT %less = pred[] compare(%j, %bound), direction=LT
+}
+
+ENTRY %main (a: (bf16[1024,1024], bf16[1024,4096], u32[])) -> (bf16[1024,1024], bf16[1024,4096], u32[]) {
+  %a = (bf16[1024,1024]{1,0}, bf16[1024,4096]{1,0}, u32[]) parameter(0)
+  ROOT %loop = (bf16[1024,1024]{1,0}, bf16[1024,4096]{1,0}, u32[]) while(%a), condition=%more, body=%round
+}
+"""
+
+
+@pytest.mark.parametrize("step, trips", [(1, 4), (2, 2), (3, 2)])
+def test_a_loop_whose_body_is_two_rounds_runs_half_as_often(step, trips):
+    """A windowed einsum of 8 devices: its products counted twice, and collective matmul as three times too costly."""
+    program = parse_program(with_prices(WINDOWED.replace("STEP", str(step)), V6E))
+    product = 2 * 1024 * 1024 * 4096 / (V6E.hardware.bf16_tflops * 1e12 * MATRIX_SHARE)
+    read = (1024 * 4096 + 1024 * 1024 + 1024 * 4096) * 2 / (V6E.hardware.memory_gb_per_s * 1e9 * MEMORY_SHARE)
+    seconds = sum(read_cycles(program)[0].values()) / V6E.hardware.clock_ghz / 1e9
+    assert seconds == pytest.approx(trips * max(product, read), rel=1e-3)
+
+
+AHEAD = """
+%ahead (w: bf16[4096,4096]) -> bf16[1024,4096] {
+  %w = bf16[4096,4096]{1,0} parameter(0)
+  ROOT %piece = bf16[1024,4096]{1,0:S(1)} slice(%w), slice={[0:1024], [0:4096]}
+}
+
+%all-reduce-scatter.1 (g: bf16[4096,4096]) -> bf16[512,4096] {
+  %g = bf16[4096,4096]{1,0} parameter(0)
+  %sum = bf16[4096,4096]{1,0} all-reduce(%g), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  %mine = u32[] partition-id()
+  ROOT %rows = bf16[512,4096]{1,0} dynamic-slice(%sum, %mine, %mine), dynamic_slice_sizes={512,4096}
+}
+
+ENTRY %main (a: bf16[4096,4096]) -> bf16[512,4096] {
+  %a = bf16[4096,4096]{1,0} parameter(0)
+  %begin = ((bf16[4096,4096]{1,0}), bf16[1024,4096]{1,0:S(1)}, u32[]) async-start(%a), calls=%ahead
+  %there = bf16[1024,4096]{1,0:S(1)} async-done(%begin)
+  ROOT %scattered = bf16[512,4096]{1,0} fusion(%a), kind=kCustom, calls=%all-reduce-scatter.1
+}
+"""
+
+
+def test_what_is_read_ahead_is_free_and_a_reduce_scatter_takes_what_an_all_reduce_takes():
+    """A slice that an asynchronous computation brings on the chip once cost as if all waited for it."""
+    program = parse_program(with_prices(AHEAD, V6E))
+    assert not read_cycles(program)[0]
+    reduced = 2 * 7 / 8 * 4096 * 4096 * 2 / (corner_share(V6E) * V6E.hardware.link_gb_per_s * 1e9)
+    assert exposed_ms(program, V6E, 8, link_share) == pytest.approx(reduced * 1e3)
+    assert exposed_ms(program, V6E, 8) == pytest.approx(reduced * 1e3 / 4), "a compiled step: the least there is"
 
 
 def test_a_corner_has_fewer_links():

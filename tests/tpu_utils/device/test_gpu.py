@@ -5,11 +5,13 @@ import weakref
 
 import pytest
 import torch
+from torch._inductor import config as inductor
 
 from config import MnistConfig
 from tpu_utils.base import gpus
 from tpu_utils.base.errors import DeviceError, InputError
 from tpu_utils.base.gpus import GPUS, gpu_named, gpu_or_cpu, has_gpu
+from tpu_utils.device import dynamo
 from tpu_utils.device.gpu import WAITS, Replayed, WaitCount
 from tpu_utils.options.environment import choose_device
 
@@ -75,6 +77,15 @@ def test_a_step_that_cannot_be_recorded_runs_kernel_by_kernel(capsys):
     sums = [call(weights, torch.ones(3))[0].item() for _ in range(4)]
     assert sums == [3.0, 6.0, 9.0, 12.0]
     assert capsys.readouterr().out.count("cuda graph none: kernels are started one by one, as operation not") == 1
+
+
+def test_inductor_gets_the_settings_that_this_torch_has(monkeypatch):
+    """torch 2.9 and 2.11 lack some, and inductor refuses a name that it does not know."""
+    asked = {}
+    monkeypatch.setattr(dynamo, "lookup_backend", lambda name: lambda *_, config_patches: asked.update(config_patches))
+    monkeypatch.setattr(dynamo, "_compiler", "inductor")
+    dynamo._compile_graph("cpu", torch.fx.symbolic_trace(torch.nn.Identity()), [])
+    assert set(inductor.get_config_copy()) >= set(asked) >= {"fallback_random", "shape_padding"}
 
 
 def test_what_waits_for_the_gpu_is_counted_and_other_warnings_are_shown(monkeypatch):

@@ -22,7 +22,8 @@ Exit:    0; 1 where a compile failed: it is said, and the rest go on; 2 wrong us
 A decision is two settings, A and B, of a Llama 3 or Qwen3 of 8B, and what hardware said of both. Ours are
 transformer_tpu.py at the same shape: the kernels and the scheduler's flags differ. Where theirs has weights, Adam's
 moments and gradients in bfloat16 (column state), 8 bytes a parameter, ours has SGD, whose weights, momentum and
-gradients are 12: the difference, half of our weights and momentum, is taken from our memory.
+gradients are 12: the difference, half of our weights and momentum, is taken from our memory. D166 to D185 ran with
+collective matmul, the compiler's default, and so do ours; D055 to D125 probably did, and are asked without.
 
 Unrolled programs are planned with 2 and 8 layers, or compiled with 1 and 3, and the rest is a straight line through
 both. One third of the decisions, by a hash of their names, is held out: no rate or correction may be made from them,
@@ -241,12 +242,19 @@ def is_held_out(decision_id: str) -> bool:
     return hashlib.sha256(decision_id.encode()).digest()[0] % 3 == 0
 
 
-SCORES = ("decisions", "right sign", "of", "right sign, strong", "of", "right fits", "of", "median points apart")
+SIGNS = ("right sign", "of", "right sign, strong", "of", "right choice, strong")
+SCORES = ("decisions", *SIGNS, "right fits", "of", "median points apart")
+
+
+def chosen(row: dict) -> float:
+    """Above 0: B by its prediction, below: A. What does not fit by its plan is not chosen, however fast."""
+    fits_a, fits_b = (row[f"fits_{name}_predicted"] == "yes" for name in "ab")
+    return row["predicted"] if fits_a == fits_b else fits_b - fits_a
 
 
 def score(rows: Sequence[dict]) -> list[str]:
-    """What SCORES names. Signs: of changes measured as TIE or more, strong: STRONG or more. A setting's fit counts once
-    in however many decisions it stands."""
+    """What SCORES names. Signs and choices: of changes measured as TIE or more, strong: STRONG or more. A setting's fit
+    counts once in however many decisions it stands."""
     timed = [r for r in rows if None not in (r["measured"], r["predicted"])]
     fits = {(r[f"setting_{n}"], r[f"fits_{n}"]): r[f"fits_{n}"] == r[f"fits_{n}_predicted"] for r in rows for n in "ab"}
     fits = [right for (_, said), right in fits.items() if said]
@@ -254,6 +262,7 @@ def score(rows: Sequence[dict]) -> list[str]:
     for least in (TIE, STRONG):
         clear = [r for r in timed if abs(r["measured"]) >= least]
         cells += [sum(r["measured"] * r["predicted"] > 0 for r in clear), len(clear)]
+    cells.append(sum(r["measured"] * chosen(r) > 0 for r in clear))
     cells += [sum(fits), len(fits)]
     apart = [abs(r["measured"] - r["predicted"]) for r in timed]
     return [*map(str, cells), f"{statistics.median(apart):.1f}" if apart else ""]

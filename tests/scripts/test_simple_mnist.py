@@ -33,7 +33,8 @@ def quick_test(tmp_path_factory):
     """An eighth of the first README command, in a folder of its own."""
     run_dir = tmp_path_factory.mktemp("quick") / "run"
     began = time.time()
-    result = run("simple_mnist_tpu.py", "--num_epochs=5", "--log_every=10", "--run_dir", run_dir, cold=True)
+    options = ("--num_epochs=5", "--log_every=10", "--save_every=50", "--run_dir", run_dir)
+    result = run("simple_mnist_tpu.py", *options, cold=True)
     assert result.returncode == 0, result.stderr
     return run_dir, result, began
 

@@ -74,9 +74,9 @@ def test_two_hosts_go_on_where_one_stood(corpus, whole, tmp_path):
 
 def test_processes_that_take_turns_read_each_document_once():
     """The benchmark's small form: 1, 2 and 1 hosts, by positions in files alone."""
-    done = run("benchmarks/streams.py", "--documents=4000", "--files=20", "--hosts=1,2,1")
+    done = run("benchmarks/streams.py", "--documents=12000", "--files=20", "--hosts=1,2,1")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "epoch 0  4,000 documents, times they came: {1: 4000}" in done.stdout
+    assert "epoch 0  12,000 documents, times they came: {1: 12000}" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,14 @@ Run:     python benchmarks/decisions.py
              begins no compile after 30 minutes; a stop loses one
          python benchmarks/decisions.py --only 'D01*' --kind batch
              these decisions alone
+         nice python benchmarks/decisions.py --newest
+             plans the first 20 whose layers are loops with the newest compiler too
+             (aot_tpu.py --compiler newest), keeps both in answers_newest.csv, and
+             prints both scores
          python benchmarks/decisions.py --minutes 0 --tables docs/results --picture docs/decisions.png
              compiles nothing; writes decisions.csv, a row for each decision that was
-             asked, decisions_scores.csv, and the measured over the predicted change
+             asked, decisions_scores.csv, and the measured over the predicted change;
+             with --newest decisions_newest.csv and its scores
 Exit:    0; 1 where a compile failed: it is said, and the rest go on; 2 wrong usage.
 
 A decision is two settings, A and B, of a Llama 3 or Qwen3 of 8B, and what hardware said of both. Ours are
@@ -51,11 +56,15 @@ from tpu_utils.base.writing import write_atomically
 ROOT = Path(__file__).resolve().parent.parent
 DECISIONS = ROOT / "benchmarks" / "published" / "decisions.csv"
 ANSWERS = DECISIONS.with_name("answers.csv")
+BY_BOTH = DECISIONS.with_name("answers_newest.csv")
+"""Answers of both compilers, priced by the same rules: those of ANSWERS may be priced anew."""
 ALWAYS = "transformer_tpu.py --dataset tokens --precision bfloat16 --attention flash"
 LAYERS = {"llama3_8B": 32, "qwen3_8B": 36}
-COMPILER, ROOFLINE = "compiler", "roofline"
-SHORT = {COMPILER: (1, 3), ROOFLINE: (2, 8)}
+COMPILER, ROOFLINE, NEWEST = "compiler", "roofline", "newest compiler's roofline"
+SHORT = {COMPILER: (1, 3), ROOFLINE: (2, 8), NEWEST: (2, 8)}
 """Layers of the two programs that stand for an unrolled one: as many as its time allows."""
+BY_NEWEST = 20
+"""Decisions that the newest compiler is asked about."""
 TIE = 1.0
 """Percent of the measured change below which a decision counts for no sign."""
 STRONG = 3.0
@@ -88,7 +97,7 @@ class Decision:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What this tool said of one setting. by: compiler or roofline. ms: with communication, all hidden that can be."""
+    """What this tool said of one setting. by: one of SHORT. ms: with communication, all hidden that can be."""
 
     slice: str
     setting: str
@@ -126,7 +135,8 @@ def ask(setting: str, slice_name: str, by: str) -> Answer:
         command = [
             sys.executable,
             *command_of(setting, slice_name, layers),
-            *["--plan", "--no_cache"] * (by == ROOFLINE),
+            *["--plan", "--no_cache"] * (by != COMPILER),
+            *["--compiler", "newest_alone"] * (by == NEWEST),
         ]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if not done.stdout.strip():
@@ -201,16 +211,18 @@ def ask_missing(decisions: Iterable[Decision], path: Path, minutes: float, by: s
     return failed
 
 
-def compare(decision: Decision, known: dict[tuple[str, str, str], Answer]) -> dict | None:
-    """A row of the table: measured and predicted change in percent, and who fits. The compiler's prices where it has
-    one of both settings, else those of the roofline. None before both are asked."""
+def compare(
+    decision: Decision, known: dict[tuple[str, str, str], Answer], planned_by: str = ROOFLINE, first: str = COMPILER
+) -> dict | None:
+    """A row of the table: measured and predicted change in percent, and who fits by their plans. The prices of `first`
+    where it has one of both settings, else those of the plans. None before both are planned."""
     pairs = {
         by: [known.get((decision.slice, setting, by)) for setting in (decision.a, decision.b)]
-        for by in (COMPILER, ROOFLINE)
+        for by in (first, planned_by)
     }
-    if None in pairs[ROOFLINE]:
+    if None in pairs[planned_by]:
         return None
-    by = COMPILER if all(answer and answer.ms for answer in pairs[COMPILER]) else ROOFLINE
+    by = first if all(answer and answer.ms for answer in pairs[first]) else planned_by
     tokens = [
         int(option_of(s, "--global_batch_size")) * int(option_of(s, "--sequence_length"))
         for s in (decision.a, decision.b)
@@ -219,7 +231,7 @@ def compare(decision: Decision, known: dict[tuple[str, str, str], Answer]) -> di
     row = dict(id=decision.id, kind=decision.kind, a=decision.setting_a, b=decision.setting_b)
     row |= dict(measured=decision.measured, predicted=predicted, by=by, setting_a=decision.a, setting_b=decision.b)
     fits = (decision.fits_a, decision.fits_b)
-    for name, answer, plan, said in zip("ab", pairs[by], pairs[ROOFLINE], fits, strict=True):
+    for name, answer, plan, said in zip("ab", pairs[by], pairs[planned_by], fits, strict=True):
         row |= {f"fits_{name}": said, f"fits_{name}_predicted": "yes" if plan.fits(decision.state) else "no"}
         row |= {f"gib_{name}": round(plan.needed_gib, 2), f"ms_{name}": answer.ms}
     return row | dict(reason=decision.reason)
@@ -256,6 +268,21 @@ def score(rows: Sequence[dict]) -> list[str]:
     return [*map(str, cells), f"{statistics.median(apart):.1f}" if apart else ""]
 
 
+def beside_newest(decisions: Sequence[Decision], known: dict[tuple[str, str, str], Answer]) -> dict[str, list]:
+    """Lines of two tables: each decision that both compilers planned, by the installed one's plans and the newest
+    one's; and both scores."""
+    pairs = [[compare(d, known, by, by) for by in (ROOFLINE, NEWEST)] for d in decisions]
+    pairs = [pair for pair in pairs if None not in pair]
+    kept = ("predicted", "fits_a_predicted", "gib_a", "ms_a", "fits_b_predicted", "gib_b", "ms_b")
+    told = ("id", "kind", "a", "b", "measured", "fits_a", "fits_b")
+    lines = [[*told, *(f"{name}{of}" for of in ("", " newest") for name in kept)]]
+    for pair in pairs:
+        cells = [pair[0][name] for name in told] + [row[name] for row in pair for name in kept]
+        lines.append([f"{v:.1f}" if isinstance(v, float) else v or "" for v in cells])
+    scores = [[by, *score([pair[i] for pair in pairs])] for i, by in enumerate((ROOFLINE, NEWEST))]
+    return {"decisions_newest.csv": lines, "decisions_newest_scores.csv": [["by", *SCORES], *scores]}
+
+
 def picture(rows: Iterable[dict], file: Path) -> None:
     """A dot a decision: the change that was measured over the one predicted, in percent."""
     figure = Figure(figsize=(6, 5.5), layout="constrained")
@@ -286,21 +313,32 @@ def as_csv(lines: Iterable[Sequence[str]]) -> bytes:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--answers", type=Path, metavar="FILE", default=ANSWERS, help=f"default: {ANSWERS.name}")
+    help_text = f"default: {ANSWERS.name}; with --newest {BY_BOTH.name}"
+    parser.add_argument("--answers", type=Path, metavar="FILE", help=help_text)
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--newest", action="store_true")
     parser.add_argument("--tables", type=Path, metavar="DIR")
     parser.add_argument("--picture", type=Path, metavar="FILE")
     parser.add_argument("--only", default="*", metavar="ID", help="a decision, or a pattern such as D01*")
     parser.add_argument("--kind", default="*")
     parser.add_argument("--minutes", type=float, default=float("inf"))
     given = parser.parse_args()
+    answers = given.answers or (BY_BOTH if given.newest else ANSWERS)
     decisions = [
         d for d in read_decisions() if fnmatch.fnmatch(d.id, given.only) and fnmatch.fnmatch(d.kind, given.kind)
     ]
     if not decisions:
         raise InputError(f"no decision is {given.only} of kind {given.kind}; {DECISIONS.name} lists them")
-    failed = ask_missing(decisions, given.answers, given.minutes, COMPILER if given.compile else ROOFLINE)
-    known = read_answers(given.answers)
+    if given.newest:
+        decisions = [d for d in decisions if all("--scan_layers" in setting for setting in (d.a, d.b))][:BY_NEWEST]
+        failed = sum(ask_missing(decisions, answers, given.minutes, by) for by in (ROOFLINE, NEWEST))
+        for name, lines in beside_newest(decisions, read_answers(answers)).items():
+            print(as_csv(lines).decode(), end="")
+            if given.tables:
+                write_atomically(given.tables / name, as_csv(lines))
+        return 1 if failed else 0
+    failed = ask_missing(decisions, answers, given.minutes, COMPILER if given.compile else ROOFLINE)
+    known = read_answers(answers)
     rows = [row for row in (compare(decision, known) for decision in decisions) if row]
     kinds = sorted({row["kind"] for row in rows})
     scores = [[kind, *score([row for row in rows if row["kind"] == kind])] for kind in kinds]

@@ -122,6 +122,27 @@ def test_what_was_asked_becomes_tables_and_a_picture(compiler, tmp_path, monkeyp
     assert (tmp_path / "decisions.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_newest_compiler_is_asked_about_the_first_that_are_loops(compiler, tmp_path, monkeypatch, capsys):
+    command = ["decisions.py", "--newest", f"--answers={tmp_path}/answers.csv", f"--tables={tmp_path}"]
+    monkeypatch.setattr(decisions.sys, "argv", command)
+    assert decisions.main() == 0
+    asked = {" ".join(command) for command in compiler}
+    assert len(compiler) == len(asked) and all("--plan" in text and "--scan_layers" in text for text in asked)
+    assert len(asked) == 2 * len([text for text in asked if "--compiler newest_alone" in text])
+    text, scores = ((tmp_path / f"decisions_newest{end}.csv").read_text() for end in ("", "_scores"))
+    assert len(text.splitlines()) == decisions.BY_NEWEST + 1 and capsys.readouterr().out == text + scores
+    rows = list(csv.reader(scores.splitlines()))
+    assert rows[-2][1:] == rows[-1][1:] and rows[-1][0] == decisions.NEWEST, "both were answered the same"
+
+
+def test_the_kept_table_of_the_newest_compiler_is_of_the_kept_answers():
+    loops = [d for d in ALL if "--scan_layers" in d.a and "--scan_layers" in d.b][: decisions.BY_NEWEST]
+    tables = decisions.beside_newest(loops, decisions.read_answers(decisions.BY_BOTH))
+    assert len(tables["decisions_newest.csv"]) == decisions.BY_NEWEST + 1
+    for name, lines in tables.items():
+        assert decisions.as_csv(lines) == (TABLES / name).read_bytes()
+
+
 def test_memory_is_that_of_the_measured_state():
     answer = decisions.Answer("v6e-8", "", "roofline", 1.0, 33.0, 8.0, 31.25, 1)
     assert answer.fits("bfloat16") and not answer.fits("float32")

@@ -277,9 +277,9 @@ def apply_layers(layer: Callable, execution: LayerExecution, x_BTD, layers: list
         x_BTD, routing_after = apply_layers(layer, whole, x_BTD, layers[-last:], options[-last:])
         return x_BTD, routing if routing is None else torch.cat([routing, routing_after])
     if execution.scan:
-        from language.xla.scanned_layers import ScannedLayers, last_first  # only for a run that asks for it
+        from language.xla.scanned_layers import ScannedLayers  # only for a run that asks for it
 
-        layers, stacked = last_first(layers)
+        stacked = [torch.stack([w[name] for w in layers]) for name in layers[0]]
         x_BTD, *routing = ScannedLayers.apply(run, execution, x_BTD, *stacked)
         return x_BTD, routing[0] if routing else None
     if execution.points is not None:

@@ -10,16 +10,6 @@ from language.xla.remat import backward_layer, forward_layer, on_device
 from language.xla.saved_activations import SavedActivations
 
 
-def last_first(layers: list[dict]) -> tuple[list[dict], list[torch.Tensor]]:
-    """(parameters of each layer by name, those of all layers stacked), layers and names from the last to the first.
-
-    PyTorch/XLA numbers the inputs of a program so that they then have the order of its outputs. The compiler writes the
-    n-th output of a size over the n-th input of that size that may be overwritten, and copies it if it is read later.
-    """
-    layers = [dict(reversed(w.items())) for w in reversed(layers)]
-    return layers, [torch.stack([w[name] for w in layers]) for name in layers[0]]
-
-
 class ScannedLayers(torch.autograd.Function):
     """All layers as one loop in the graph, whose size is that of one layer.
 
@@ -31,7 +21,7 @@ class ScannedLayers(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, run, execution, x_BTD, *stacked):
-        """stacked: (L, ...) each, the last layer first."""
+        """stacked: (L, ...) each."""
         ctx.run, ctx.execution, ctx.needed = run, execution, (True, *ctx.needs_input_grad[3:])
 
         def one_layer(carry, values):
@@ -43,9 +33,9 @@ class ScannedLayers(torch.autograd.Function):
             ctx.offloaded, ctx.given = kept.offloaded, len(routing)
             return [out], [*routing, *kept.values]
 
-        (out,), found = loop_in_graph(one_layer, [x_BTD], list(stacked), reverse=True)
+        (out,), found = loop_in_graph(one_layer, [x_BTD], list(stacked))
         ctx.save_for_backward(*stacked, *found[ctx.given :])
-        return out, *(routing.flip(0) for routing in found[: ctx.given])
+        return out, *found[: ctx.given]
 
     @staticmethod
     def backward(ctx, grad, *of_routing):
@@ -57,7 +47,6 @@ class ScannedLayers(torch.autograd.Function):
             grad_x, gradients = backward_layer(ctx.run, ctx.execution, ctx.needed, grads, rows[:count], kept)
             return [grad_x], gradients
 
-        of_routing = [grad.flip(0) for grad in of_routing]
-        (grad,), found = loop_in_graph(one_layer, [grad], [*of_routing, *tensors])
+        (grad,), found = loop_in_graph(one_layer, [grad], [*of_routing, *tensors], reverse=True)
         found = iter(found)
         return None, None, grad, *(next(found) if is_needed else None for is_needed in ctx.needed[1:])

@@ -7,8 +7,7 @@ class SGD(torch.optim.Optimizer):
     """Stochastic gradient descent with momentum whose learning rate may be a device tensor.
 
     The same update as torch.optim.SGD(momentum=...). That one passes a tensor learning rate as alpha=-lr, which reads
-    it back to the host in every step (torch/optim/sgd.py, _single_tensor_sgd). A tensor is written by one copy_, which
-    keeps its place among the program's outputs: in another order than that of the inputs the compiler copies weights.
+    it back to the host in every step (torch/optim/sgd.py, _single_tensor_sgd).
     """
 
     def __init__(self, params, lr, momentum: float, weight_decay: float = 0.0):
@@ -23,6 +22,6 @@ class SGD(torch.optim.Optimizer):
                 if group["weight_decay"]:
                     gradient = gradient.add(parameter, alpha=group["weight_decay"])
                 velocity = self.state[parameter]["momentum_buffer"]
-                velocity.copy_(velocity * group["momentum"] + gradient)
+                velocity.mul_(group["momentum"]).add_(gradient)
                 change = group["lr"] * velocity
-                parameter.copy_(parameter - (change if parameter.dim() else change.view(())))  # the rate is (1,)
+                parameter.sub_(change if parameter.dim() else change.view(()))  # the rate is (1,), a scalar is ()

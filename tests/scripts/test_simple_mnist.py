@@ -80,7 +80,7 @@ def test_first_command_leaves_a_complete_run_directory(quick_test):
     assert len([line for line in lines if line["kind"] == "eval"]) == 5
     assert json.loads((run_dir / "config.json").read_text())["preset"] == "quick_test"
     kept = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
-    assert kept == ["step_00000100", "step_00000110"]
+    assert kept == ["step_00000050", "step_00000100", "step_00000110"]
     assert list((run_dir / "tensorboard").glob("events.out.tfevents.*"))
 
 

@@ -190,7 +190,8 @@ class Bench:
 
     def options(self, options: str) -> list[str]:
         steps = 20 if self.machine.device == "cpu" else 50
-        values = dict(batch=8 * self.machine.num_devices, steps=steps, mnist=self.folder / "mnist")
+        devices = self.machine.num_devices
+        values = dict(batch=8 * devices, devices=devices, steps=steps, mnist=self.folder / "mnist")
         return [word.format(**values) for word in options.split()]
 
     def run_dir(self, name: str) -> Path:

@@ -19,8 +19,8 @@ from tpu_utils.base.writing import write_atomically
 
 @dataclass(frozen=True)
 class Step:
-    """A training script's step. In its options {batch} is 8 examples for each device, {steps} 50, or 20 on a CPU, and
-    {mnist} a folder with images of MNIST's size. on_cpu: it takes seconds there."""
+    """A training script's step. In its options {batch} is 8 examples for each device, {devices} one, {steps} 50, or 20
+    on a CPU, and {mnist} a folder with images of MNIST's size. on_cpu: it takes seconds there."""
 
     name: str
     script: str
@@ -39,6 +39,7 @@ CIFAR_EPOCHS = {"quick_test": 1, "development": 1, "production": 1, "distributed
 LENGTH = "--warmup_steps=2 --num_steps={steps} --eval_batches=1"
 BYTES = "--dataset=synthetic --vocab_size=257 --global_batch_size={batch}"  # 12, the preset's, does not divide by 8
 GPT2 = f"--preset=production --dataset=synthetic --vocab_size=50257 {LENGTH}"
+LLAMA3 = "--preset=finetune_8B --dataset=synthetic --model_size=llama3_8B --vocab_size=128256"
 QWEN3 = "--preset=finetune --dataset=synthetic --model_size=qwen3_0.6B --vocab_size=151936"
 GPT2_8 = f"{GPT2} --global_batch_size={{batch}} --gradient_accumulation_steps=1"
 STEPS = (
@@ -60,6 +61,7 @@ STEPS = (
     Step("transformer production", "transformer_tpu.py", GPT2),
     Step("transformer distributed", "transformer_tpu.py", GPT2.replace("production", "distributed")),
     Step("transformer finetune", "transformer_tpu.py", f"{QWEN3} {LENGTH} --global_batch_size={{batch}}"),
+    Step("transformer finetune_8B", "transformer_tpu.py", f"{LLAMA3} {LENGTH} --global_batch_size={{devices}}"),
     Step("gpt2 124M", "transformer_tpu.py", GPT2_8),
     Step("gpt2 124M flash", "transformer_tpu.py", f"{GPT2_8} --attention=flash"),
     Step("gpt2 124M heads of 128", "transformer_tpu.py", f"{GPT2_8} --num_heads=6"),

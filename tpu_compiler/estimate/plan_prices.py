@@ -39,21 +39,31 @@ def link_share(kind: str, topology: Topology) -> float:
 def with_prices(text: str, topology: Topology) -> str:
     """A planned program with an estimate in every operation that a compiled one has an estimate in."""
     computations = parse_program(text)
-    prices = {}
-    starts = [o for operations in computations.values() for o in operations if o.kind == "async-start"]
-    beside = {called for start in starts for called, _ in called_by(start, computations)}  # slices read ahead, mostly
-    for name, _, operations in scheduled(computations):
-        if name in beside:
-            continue
+    bandwidth = MEMORY_SHARE * topology.hardware.memory_gb_per_s * 1e9
+    ahead = set().union(*(beside(operations, computations) for operations in computations.values()))
+    prices = {True: {}, False: {}}  # of what is read ahead, slices brought on the chip mostly, and of the rest
+    step = {True: 0.0, False: 0.0}
+    needed = 0.0
+    for name, times, operations in scheduled(computations):
         types = {operation.name: operation.type for operation in operations}
         for operation in operations:
-            seconds = seconds_of(operation, types, computations, topology)
-            if seconds:
-                prices[operation.line] = round(seconds * topology.hardware.clock_ghz * 1e9)
+            if seconds := seconds_of(operation, types, computations, topology):
+                prices[name in ahead][operation.line] = seconds
+                step[name in ahead] += times * seconds
+                needed += times * bytes_moved(operation, types, computations) / bandwidth
+    waited = max(0.0, needed - step[False])  # what is read ahead is free as long as memory is not busy all the step
+    prices = prices[False] | {line: each * waited / step[True] for line, each in prices[True].items()}
+    prices = {line: round(each * topology.hardware.clock_ghz * 1e9) for line, each in prices.items() if each}
     return "\n".join(
         f'{line}, backend_config={{"estimated_cycles":"{prices[line]}"}}' if line in prices else line
         for line in text.splitlines()
     )
+
+
+def beside(operations: list[Operation], computations: dict[str, list[Operation]]) -> set[str]:
+    """Computations that operations start to run beside them."""
+    starts = [operation for operation in operations if operation.kind == "async-start"]
+    return {called for start in starts for called, _ in called_by(start, computations)}
 
 
 def seconds_of(

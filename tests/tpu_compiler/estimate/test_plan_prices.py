@@ -153,16 +153,30 @@ AHEAD = """
 ENTRY %main (a: bf16[4096,4096]) -> bf16[512,4096] {
   %a = bf16[4096,4096]{1,0} parameter(0)
   %begin = ((bf16[4096,4096]{1,0}), bf16[1024,4096]{1,0:S(1)}, u32[]) async-start(%a), calls=%ahead
+  WORK
   %there = bf16[1024,4096]{1,0:S(1)} async-done(%begin)
   ROOT %scattered = bf16[512,4096]{1,0} fusion(%a), kind=kCustom, calls=%all-reduce-scatter.1
 }
 """
 
 
-def test_what_is_read_ahead_is_free_and_a_reduce_scatter_takes_what_an_all_reduce_takes():
-    """A slice that an asynchronous computation brings on the chip once cost as if all waited for it."""
-    program = parse_program(with_prices(AHEAD, V6E))
-    assert not read_cycles(program)[0]
+def test_what_is_read_ahead_waits_for_memory_alone():
+    """A slice that an asynchronous computation brings on the chip once cost as if all waited for it; free, a step that
+    memory bounds took 0.19 ms by plan and 0.32 compiled."""
+
+    def milliseconds(work):
+        program = parse_program(with_prices(AHEAD.replace("WORK", work), V6E))
+        return sum(read_cycles(program)[0].values()) / V6E.hardware.clock_ghz / 1e6
+
+    read = 1024 * 4096 * 2 / (V6E.hardware.memory_gb_per_s * 1e9 * MEMORY_SHARE) * 1e3
+    product = 2 * 4096**3 / (V6E.hardware.bf16_tflops * 1e12 * MATRIX_SHARE) * 1e3
+    assert milliseconds("") == pytest.approx(read, rel=1e-3)
+    work = "%p = bf16[4096,4096]{1,0} convolution(%a, %a), dim_labels=bf_io->bf"
+    assert milliseconds(work) == pytest.approx(product, rel=1e-3)
+
+
+def test_a_reduce_scatter_takes_what_an_all_reduce_takes():
+    program = parse_program(with_prices(AHEAD.replace("WORK", ""), V6E))
     reduced = 2 * 7 / 8 * 4096 * 4096 * 2 / (corner_share(V6E) * V6E.hardware.link_gb_per_s * 1e9)
     assert exposed_ms(program, V6E, 8, link_share) == pytest.approx(reduced * 1e3)
     assert exposed_ms(program, V6E, 8) == pytest.approx(reduced * 1e3 / 4), "a compiled step: the least there is"

@@ -115,10 +115,10 @@ def plain_muon(parameter, buffer, rate: float) -> None:
 
 
 @functools.cache
-def plain_pytorch(dropout=0.0, model_size="tiny", muon=False) -> tuple[np.ndarray, float]:
+def plain_pytorch(dropout=0.0, model_size="tiny", muon=False, num_layers=2) -> tuple[np.ndarray, float]:
     """The losses of plain PyTorch on the CPU: the same model and data, its own optimizer, no XLA; and its validation
     loss at the end."""
-    config = TransformerConfig(**MODEL, **RUN, model_size=model_size)
+    config = TransformerConfig(**MODEL | RUN | dict(num_layers=num_layers), model_size=model_size)
     model = GPT(config.shape, dropout=dropout) if model_size == "tiny" else Llama(config.shape)
     model.initialise(config.seed)
     named = dict(model.named_parameters())

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from processes import run
-from test_transformer_tpu import MODEL, OPTIONS, config_of, losses_of, plain_pytorch, train_all
+from test_transformer_tpu import OPTIONS, config_of, losses_of, plain_pytorch, train_all
 
 from language.mesh import choose_mesh
 from tpu_utils.base.errors import InputError
@@ -48,14 +48,13 @@ def four(tmp_path_factory):
     return folder, train_all(folder, 4, [[*run, "--num_layers=1"] for run in runs_of(FOUR)])
 
 
-def plain(kind: str) -> tuple[np.ndarray, float]:
-    """Losses and the last validation loss of plain PyTorch."""
-    return plain_pytorch(dropout=0.2) if kind == "dropped" else plain_pytorch(model_size="llama_tiny")
+KINDS = {"dropped": dict(dropout=0.2), "llama": dict(model_size="llama_tiny")}
 
 
 @pytest.fixture(scope="module")
 def reference() -> dict[str, tuple[np.ndarray, float]]:
-    return {kind: plain(kind) for kind in ("dropped", "llama")}
+    """Losses and the last validation loss of plain PyTorch."""
+    return {kind: plain_pytorch(**options) for kind, options in KINDS.items()}
 
 
 def check(path, expected: tuple[np.ndarray, float], evaluated: bool) -> None:
@@ -68,10 +67,9 @@ def check(path, expected: tuple[np.ndarray, float], evaluated: bool) -> None:
 
 
 @pytest.mark.parametrize("name, kind", [("dropped", "dropped"), ("ulysses", "llama")])
-def test_a_sequence_on_several_devices_has_the_losses_of_plain_pytorch(four, monkeypatch, name, kind):
+def test_a_sequence_on_several_devices_has_the_losses_of_plain_pytorch(four, name, kind):
     """One layer: another compiles for as long again."""
-    monkeypatch.setitem(MODEL, "num_layers", 1)
-    check(four[0] / name, plain(kind), evaluated=True)
+    check(four[0] / name, plain_pytorch(**KINDS[kind], num_layers=1), evaluated=True)
 
 
 @pytest.mark.slow

@@ -469,7 +469,7 @@ for line in sys.argv[1:]:
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as end:
-        print("ended with", end.code)
+        print("ended with", end.code, file=sys.stderr)  # a script may have another stdout by then
 """
 
 

@@ -375,7 +375,8 @@ def test_a_run_trains_as_without(runs):
     for name in trained:  # torch_xla's running seed moves with every graph; nothing here draws from it
         assert_identical(scored[name], plain[name])
     graphs = [[summary_in(runs / name)[f"{kind}_graphs"] for kind in ("train", "eval")] for name in ("plain", "scored")]
-    assert graphs == [[1, 1], [1, 2]], "rows of 256 tokens have the validation's graph, those of 128 their own"
+    # rows of 256 tokens have the validation's graph, those of 128 their own; in one process another run compiles none
+    assert graphs == [[0, 0], [1, 2]]
 
 
 @pytest.mark.slow

@@ -92,11 +92,10 @@ def test_the_options_reach_the_compiler():
 def test_without_windowed_einsum_no_chain_of_sends():
     options = ("--mesh=1x8x1", "--embedding_dim=256", "--num_heads=2", "--sequence_length=256", "--num_layers=1")
     options += ("--vocab_size=512", "--precision=bfloat16", "--compile_for=v5litepod-8")
-    found = {}
+    found = []
     for more in ("--no_windowed_einsum", "--windowed_einsum"):
         with tempfile.TemporaryDirectory() as folder:
             run(ROOT / "transformer_tpu.py", *options, more, AOT_TPU_OUTPUT=folder, AOT_TPU_PLAN="1")
             report = json.loads(Path(folder, "report.json").read_text())
-        found[more] = report["collectives"].get("collective-permute", {}).get("count", 0), report["estimated_ms"]
-    assert found["--no_windowed_einsum"][0] == 0 < found["--windowed_einsum"][0]
-    assert found["--no_windowed_einsum"][1] < found["--windowed_einsum"][1]
+        found.append(report["collectives"].get("collective-permute", {}).get("count", 0))
+    assert found[0] == 0 < found[1]

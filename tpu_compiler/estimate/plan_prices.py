@@ -31,8 +31,8 @@ def corner_share(topology: Topology) -> float:
 
 
 def link_share(kind: str, topology: Topology) -> float:
-    """Of its links that a kind of collective has. A reduce-scatter of libtpu is an all-reduce and a slice: in eight
-    steps of Qwen3 8B on v6e-8 it took 142 to 198 ms, half by 149; all-reduces at a corner's share need 122."""
+    """The share of its links that a kind of collective has. A reduce-scatter of libtpu is an all-reduce and a slice: in
+    eight steps of Qwen3 8B on v6e-8 it took 142 to 198 ms, half by 149; all-reduces at a corner's share need 122."""
     return corner_share(topology) / (2 if kind == "reduce-scatter" else 1)
 
 

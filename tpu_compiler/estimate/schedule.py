@@ -17,7 +17,7 @@ from tpu_utils.base.hardware import Topology
 LINKS = "links"
 """All links of a device to its neighbours, together. The others are "to host" and "from host"."""
 LinkShare = Callable[[str, Topology], float]
-"""Of the links' bandwidth, what a kind of collective has on a slice."""
+"""The share of the links' bandwidth that a kind of collective has on a slice."""
 
 
 def all_links(kind: str, topology: Topology) -> float:

@@ -98,12 +98,18 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", head.lower()).strip().replace(" ", "-") for head in heads}
 
 
-def test_links_and_anchors_lead_somewhere():
-    for page in [*PAGES, ROOT / "CHANGELOG.md", ROOT / "docs" / "results" / "README.md"]:
+def test_links_anchors_and_paths_in_backticks_lead_somewhere():
+    """A path from the top or from the page's own folder."""
+    folders = "images|language|tpu_utils|tpu_compiler|tools|cluster|browser|tests|benchmarks|docs"
+    path = re.compile(rf"`((?:(?:{folders})/[\w/.-]+)|[a-z_]+_tpu\.py|config\.py)`")
+    more = ("CLAUDE.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/results/README.md")
+    for page in [*PAGES, *(ROOT / name for name in more)]:
         for target, _, anchor in re.findall(r"\]\(([^)#]*)(#([^)]+))?\)", page.read_text()):
             linked = page.parent / target if target else page
             assert linked.exists(), f"{page.name}: {target}"
             assert not anchor or anchor in anchors_of(linked), f"{page.name}: {target}#{anchor}"
+        for name in path.findall(page.read_text()):
+            assert name in MADE or (ROOT / name).exists() or (page.parent / name).exists(), f"{page.name}: {name}"
 
 
 def test_a_table_of_results_is_whole_and_in_the_index():
@@ -115,16 +121,6 @@ def test_a_table_of_results_is_whole_and_in_the_index():
     for path in folder.glob("*.csv"):
         header, *table = csv.reader(path.open())
         assert table and {len(row) for row in table} == {len(header)}, path.name
-
-
-def test_pages_name_only_files_that_exist():
-    """A path in backticks, from the top or from the page's own folder."""
-    folders = "images|language|tpu_utils|tpu_compiler|tools|cluster|browser|tests|benchmarks|docs"
-    path = re.compile(rf"`((?:(?:{folders})/[\w/.-]+)|[a-z_]+_tpu\.py|config\.py)`")
-    for page in [*PAGES, ROOT / "CLAUDE.md", ROOT / "CONTRIBUTING.md"]:
-        named = [name for name in path.findall(page.read_text()) if name not in MADE]
-        missing = [name for name in named if not (ROOT / name).exists() and not (page.parent / name).exists()]
-        assert not missing, f"{page.name}: {missing}"
 
 
 def test_pages_are_short():

@@ -221,11 +221,8 @@ def test_both_backends_have_the_names_that_others_import():
     xla, torch_compile = (names_in(OURS[f"{ROOM}.{backend}"]) for backend in ("xla", "torch_compile"))
     imported = set()
     for path in OURS.values():
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.ImportFrom) and node.module == ROOM:
-                imported |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "device":
-                imported.add(node.attr)
+        imported |= {name.removeprefix(f"{ROOM}.") for name in imports_of(path) if name.startswith(f"{ROOM}.")}
+        imported |= set(re.findall(r"\bdevice\.(\w+)", path.read_text()))
     assert len(imported & xla) > 25
     assert imported & xla <= torch_compile, imported & xla - torch_compile
     assert imported & torch_compile <= xla, imported & torch_compile - xla
@@ -276,7 +273,7 @@ def test_train_is_about_training(script):
     inside = [node for node in ast.walk(train) if isinstance(node, ast.stmt) and node is not train]
     headers = [ast.unparse(node).splitlines()[0] for node in inside]
     guarantees = [text for text in headers if re.search(r"^(?!for ).*\b(Run|run\.\w+|(check|print)_\w+)\(", text)]
-    assert len(guarantees) <= min(12, len(headers) // 2), guarantees
+    assert len(guarantees) <= min(11, 0.45 * len(headers)), guarantees
 
 
 def depth_of(node: ast.AST) -> int:

@@ -152,7 +152,8 @@ def test_the_average_of_weights_is_what_numpy_computes_and_costs_no_upload(avera
 
 def test_a_run_with_an_average_resumes_bit_identical_on_one_device_and_on_a_mesh(averaged_run, tmp_path):
     """And has the same average on both."""
-    one, four, last = averaged_run[0], tmp_path / "four", Path("checkpoints", "step_00000016")
+    one, four = averaged_run[0], tmp_path / "four"
+    last = Path("checkpoints", "step_00000016")
 
     def train_on_four(run_dir, resume) -> int:
         done = run("tests/averaged.py", 4, run_dir, resume)

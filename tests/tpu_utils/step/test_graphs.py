@@ -42,7 +42,7 @@ CHANGES = {
     "the bound of a slice, which was computed on the host": (
         lambda x, length: x[:length].sum(),
         [(torch.ones(8), torch.tensor(length)) for length in (3, 3, 4)],
-        r"^step 3 compiled graph 2 .* for the scalar length \(give it the shape \(1,\)\), for a tensor in x\[:n\] \(use tor",
+        r"^step 3 compiled graph 2 .* for the scalar length \(give it the shape \(1,\)\), for a tensor in x\[:n\]",
     ),
     "a learning rate that is a Python number": (
         lambda x, optimizer: x * optimizer.param_groups[0]["lr"],

@@ -54,7 +54,8 @@ def test_each_image_is_shifted_by_at_most_that_and_its_channels_together():
     moved = random_shift(images, ExampleRandom([0], len(images)), 2)
     assert moved.dtype == np.uint8
     _, y, x = np.nonzero(moved[:, 0])
-    assert len(y) == 500 and set(y) == set(x) == {2, 3, 4, 5, 6}
+    assert set(y) == set(x) == {2, 3, 4, 5, 6} and len(y) == 500
+    assert len(set(zip(y, x, strict=True))) == 25, "each by its own y and x"
     assert (moved[:, 1] == 2 * moved[:, 0]).all() and (moved[:, 2] == 3 * moved[:, 0]).all()
     assert (random_shift(images[:, 0], ExampleRandom([0], len(images)), 2) == moved[:, 0]).all(), "grey ones"
 

@@ -329,6 +329,16 @@ def test_options_of_an_older_version_are_carried_over(tmp_path):
     for former, tasks in (("q.bin", ("piqa=p", "hellaswag=q.bin")), ("", ("piqa=p",))):
         (tmp_path / "config.json").write_text(json.dumps(told | dict(hellaswag=former, sharding="auto")))
         assert parse_command_line(TransformerConfig, "", argv).tasks == tasks
+    for damaged in (dict(tasks=3), dict(tasks=None), dict(hellaswag=["\ud800"])):
+        (tmp_path / "config.json").write_text(json.dumps(told | dict(hellaswag="q.bin") | damaged))
+        with pytest.raises(InputError, match=r"config.json holds options that cannot work"):
+            parse_command_line(TransformerConfig, "", argv)
+
+
+@dataclasses.dataclass(frozen=True)
+class LionConfig(MnistConfig):
+    optimizer: Literal["lion"] = "lion"
+    dataset: Literal["mine"] = "mine"
 
 
 @pytest.mark.parametrize(
@@ -338,6 +348,7 @@ def test_options_of_an_older_version_are_carried_over(tmp_path):
         (TransformerConfig, ["--preset=development", "--optimizer=sgd"]),  # its adam_beta2
         (TransformerConfig, ["--preset=production", "--dataset=synthetic"]),  # its train_data
         (MnistConfig, ["--no_download"]),
+        (LionConfig, ["--momentum=0.5", "--download"]),  # what they do there is the script's to say
     ],
 )
 def test_what_a_preset_sets_is_never_refused(kind, argv):

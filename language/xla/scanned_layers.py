@@ -47,6 +47,8 @@ class ScannedLayers(torch.autograd.Function):
             grad_x, gradients = backward_layer(ctx.run, ctx.execution, ctx.needed, grads, rows[:count], kept)
             return [grad_x], gradients
 
-        (grad,), found = loop_in_graph(one_layer, [grad], [*of_routing, *tensors], reverse=True)
+        # a layer's gradients take the place of its weights, or both would lie in memory
+        over = [given + i for i, is_needed in enumerate(ctx.needed[1:]) if is_needed]
+        (grad,), found = loop_in_graph(one_layer, [grad], [*of_routing, *tensors], reverse=True, over=over)
         found = iter(found)
         return None, None, grad, *(next(found) if is_needed else None for is_needed in ctx.needed[1:])

@@ -78,6 +78,14 @@ def fails(error: Exception):
     raise error
 
 
+def test_an_error_of_any_process_is_raised_on_all():
+    with together(3) as run:
+        for error in (SaveError("full"), InputError("input"), OSError("gone")):
+            for found in run(lambda p, e=error: outcome(p.on_all, lambda: fails(e) if p.index == 1 else None)):
+                assert (type(found), str(found)) == (type(error), f"process 1: {error}")
+        assert run(lambda p: p.on_all(lambda: None)) == [None] * 3
+
+
 def test_an_error_of_the_first_process_is_raised_on_all_by_its_name():
     with together(2) as run:
         for error in (InputError("input"), CheckpointError("checkpoint"), TrainingError("training")):

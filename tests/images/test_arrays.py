@@ -109,6 +109,8 @@ def with_value(array, place, value):
         (dict(images=torch.ones(6, 3, 8, 8, requires_grad=True)), "train_images is no array: Can't call numpy"),
         (dict(images=np.ma.masked_array(IMAGES, IMAGES == 1)), "train_images is a masked array; .* or fill them"),
         (dict(images=np.array(["a", "b"])), "train_images is of <U1; expected numbers"),
+        (dict(images=np.array([None, {}])), "train_images is of object; expected numbers"),
+        (dict(images=IMAGES * 1j), "train_images is of complex64"),
         (dict(images=np.arange(6)), r"train_images is \(6,\); expected the examples along the first axis"),
         (dict(test_images=IMAGES[:0], test_labels=LABELS[:0]), r"test_images is \(0, 3, 8, 8\); .* at least one"),
     ],

@@ -18,9 +18,7 @@ TINY = ("benchmarks/gpu.py", "--device", "cpu", "--tiny")
 REHEARSED = ("gpt2_8.ours", "gpt2_8.nanogpt", "gpt2_8.jax")
 
 
-@pytest.mark.parametrize(
-    "row, tiny", [("gpt2_8.ours", True), ("gpt2_32.ours", False), ("gpt2_8.ours_any_order", False)]
-)
+@pytest.mark.parametrize("row, tiny", [("gpt2_8.ours", True), ("gpt2_32.ours_any_order", False)])
 def test_the_script_is_asked_for_the_shape_of_the_row(row, tiny, tmp_path):
     task = gpu.Task(row, "cpu", tiny, str(tmp_path), "--remat")
     _, *options = gpu_programs.command_of(task, tmp_path)
@@ -117,10 +115,7 @@ def is_running(process: int) -> bool:
     "shell, reason",
     [
         ("echo noise; echo '{\"loss\": 1.0}'", ""),
-        (
-            "sleep 1000 & echo $! >$STARTED.part; mv $STARTED.part $STARTED; wait",
-            "killed after 3 s",
-        ),  # and with it sleep
+        ("sleep 1000 & echo $! >$STARTED.part; mv $STARTED.part $STARTED; wait", "killed after 3 s"),
         ("echo 'ValueError: too large' >&2; echo a hint >&2; exit 1", "ValueError: too large"),
         ("echo loading >&2; echo 'error: no GPU' >&2; echo 'error: it ended' >&2; exit 2", "error: no GPU"),
         ("printf '\u256d\u2500\\n\u2502 invalid choice \u2502\\n\u2570\u2500\u256f\\n' >&2; exit 2", "invalid choice"),
@@ -128,9 +123,10 @@ def is_running(process: int) -> bool:
     ],
 )
 def test_a_program_answers_or_says_why_not(shell, reason, tmp_path, monkeypatch):
+    """What the hanging one has started is killed with it."""
     started = tmp_path / "started"
     monkeypatch.setattr(children.sys, "executable", "sh")
-    settings = dict(limit=3.0, env=dict(os.environ, STARTED=str(started)))
+    settings = dict(limit=3.0 if "killed" in reason else 600.0, env=dict(os.environ, STARTED=str(started)))
     if not reason:
         assert children.answer_of("-c", shell, **settings) == {"loss": 1.0}
         return
@@ -165,7 +161,7 @@ def test_a_rehearsal_on_the_cpu(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_every_other_program(tmp_path):
-    """One row of each way, as other rows have only another batch. Whatever is not installed is skipped; what is, runs."""
+    """One row of each way that is not rehearsed. What is not installed is skipped; what is, runs."""
     wanted = ("gpt2_8.hugging_face", "gpt2_8.ours_any_order")
     asked = ("--rows", *wanted, "--limit", "600", "--all_limit", "3600", "--out", tmp_path / "out.json")
     done = run(*TINY, *asked, timeout=3600, XLA_FLAGS=QUICKLY_COMPILED)

@@ -60,13 +60,12 @@ GOALS = (
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a process is asked for. ours: more options of this project's script."""
+    """What a process is asked for."""
 
     row: str
     device: str
     tiny: bool
     folder: str
-    ours: str
 
     @property
     def shape(self) -> ModelShape:
@@ -87,8 +86,9 @@ class Task:
         return self.batch * self.shape.sequence_length
 
     @property
-    def options(self) -> str:
-        return f"{self.ours} --no_deterministic".strip() if self.way == "ours_any_order" else self.ours
+    def script(self) -> list[str]:
+        """This project's, with the option of its way."""
+        return ["transformer_tpu.py", *["--no_deterministic"] * (self.way == "ours_any_order")]
 
     @property
     def steps(self) -> int:
@@ -172,10 +172,10 @@ def verdicts(rows: list[dict]) -> list[str]:
     return lines
 
 
-def environment_of(device: str, caches: Path) -> dict[str, str]:
+def environment_of(device: str, caches: str) -> dict[str, str]:
     """Variables of a child: where compilers keep what they have made, and the device that jax takes."""
-    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-    kept = {name: str(caches.resolve() / name.lower()) for name in names} | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    kept = {name: f"{caches}/{name}" for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+    kept["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     # one thread: several are slower on cores that others use too
     on_cpu = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return os.environ | kept | (on_cpu if device == "cpu" else {})
@@ -189,8 +189,6 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="tiny models")
     parser.add_argument("--limit", type=float, default=300.0, metavar="SECONDS", help="of one program; default 300")
     parser.add_argument("--all_limit", type=float, default=480.0, metavar="SECONDS", help="of all; default 480")
-    parser.add_argument("--caches", type=Path, metavar="DIR", help="keep the compilers' caches here")
-    parser.add_argument("--ours", default="", metavar="OPTIONS", help="more options for this project's script")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -209,8 +207,8 @@ def main() -> int:
     card, rows, end = read_card(), [], time.monotonic() + given.all_limit
     print(f"{card or 'no GPU'}; {', '.join(f'{name} {number}' for name, number in versions().items())}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        environment = environment_of(given.device, given.caches or Path(folder, "caches"))
-        for task in (Task(name, given.device, given.tiny, folder, given.ours) for name in names):
+        environment = environment_of(given.device, folder)
+        for task in (Task(name, given.device, given.tiny, folder) for name in names):
             left = end - time.monotonic()
             try:
                 if left <= 0:

@@ -86,7 +86,8 @@ def command_of(task: "Task", folder: Path) -> list[str]:
     options |= dict(num_steps=MOST_LINES * task.steps, warmup_steps=task.steps, learning_rate=6e-4)
     options |= dict(log_every=task.steps, eval_every=10**6, eval_batches=1, save_every=10**6)
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    return [str(ROOT / "transformer_tpu.py"), *words, "--no_tensorboard", *task.options.split()]
+    script, *more = task.script
+    return [str(ROOT / script), *words, "--no_tensorboard", *more]
 
 
 def watch(task: "Task", run_dir: Path) -> None:
@@ -105,8 +106,7 @@ def watch(task: "Task", run_dir: Path) -> None:
     lines = lines[: left_out + GROUPS]
     found = {"first_step_seconds": lines[0]["began_with"]["compile"], "loss": lines[-1]["loss"]}
     found["groups_ms"] = [1e3 * line["step_seconds"] for line in lines[left_out:]]
-    said = " ".join(["transformer_tpu.py", *task.options.split()])
-    found["said"] = f"{said}; of a step {1e3 * lines[-1]['data_wait_seconds']:.1f} ms wait for data"
+    found["said"] = f"{' '.join(task.script)}; of a step {1e3 * lines[-1]['data_wait_seconds']:.1f} ms wait for data"
     print(json.dumps(found | memory_of_torch(forget=False)), flush=True)
     os._exit(0)
 

@@ -20,17 +20,17 @@ REHEARSED = ("gpt2_8.ours", "gpt2_8.nanogpt", "gpt2_8.jax")
 
 @pytest.mark.parametrize("row, tiny", [("gpt2_8.ours", True), ("gpt2_32.ours_any_order", False)])
 def test_the_script_is_asked_for_the_shape_of_the_row(row, tiny, tmp_path):
-    task = gpu.Task(row, "cpu", tiny, str(tmp_path), "--remat")
+    task = gpu.Task(row, "cpu", tiny, str(tmp_path))
     _, *options = gpu_programs.command_of(task, tmp_path)
     config = parse_command_line(TransformerConfig, "", options)
-    assert config.shape == task.shape and config.remat
+    assert config.shape == task.shape
     assert config.global_batch_size * config.shape.sequence_length == task.tokens
     assert config.deterministic == (task.way != "ours_any_order")
 
 
 def test_what_a_row_says():
     """6 N + 12 L d T FLOPs of 124,475,904 parameters, over the peak of the card."""
-    task = gpu.Task("gpt2_8.ours", "gpu", False, "", "")
+    task = gpu.Task("gpt2_8.ours", "gpu", False, "")
     measured = dict(groups_ms=[50.0, 40.0, 60.0], first_step_seconds=3.0, peak_gib=9.5, reserved_gib=None, said="so")
     row = gpu.row_of(task, "NVIDIA H100 80GB HBM3, 570.1", measured)
     flops = 8192 * (6 * 124_475_904 + 12 * 12 * 768 * 1024)

@@ -150,34 +150,54 @@ ENTRY %main (x: f32[8,128]) -> f32[8,128] {
   %x = f32[8,128]{1,0:T(8,128)} parameter(0)
   %w = f32[8,128]{1,0:T(8,128)} while(%x), condition=%condition, body=%body
   %sorted = f32[8,128]{1,0:T(8,128)} sort(%w), dimensions={0}, to_apply=%compare
-  ROOT %f = f32[8,128]{1,0:T(8,128)} fusion(%sorted), kind=kLoop, calls=%fused, \
-metadata={op_name="train.py_12 backward.3/aten__mul"}, backend_config={"estimated_cycles":"100"}
+  %a = f32[8,128]{1,0:T(8,128)} fusion(%sorted), kind=kLoop, calls=%f, \
+metadata={op_name="nets.py_12 in <layers.0.up>.3/aten__mul"}, backend_config={"estimated_cycles":"100"}
+  %b = f32[8,128]{1,0:T(8,128)} fusion(%a), kind=kLoop, calls=%f, \
+metadata={op_name="nets.py_12 backward in <layers.1.up>.4/aten__mul"}, backend_config={"estimated_cycles":"40"}
+  %c = f32[16,128]{1,0:T(8,128)S(1)} fusion(%b), kind=kLoop, calls=%f, \
+metadata={op_name="nets.py_12 in <layers.1.up>.9/aten__mul"}, backend_config={"estimated_cycles":"1"}
+  ROOT %d = f32[8,256]{1,0:T(8,128)} fusion(%c), kind=kLoop, calls=%f, \
+metadata={op_name="optim.py_7.1/aten__mul"}, backend_config={"estimated_cycles":"7"}
 }
 """
 
 
 def test_loops_count_their_trips():
-    computations = reading.parse_program(PROGRAM)
-    collectives = reading.read_collectives(computations, num_devices=8)
+    collectives = reading.read_collectives(reading.parse_program(PROGRAM), num_devices=8)
     assert collectives == {"all-reduce": {"count": 5, "bytes": 5 * 4096, "sent_bytes": 5 * 4096 * 2 * 3 / 4}}
+
+
+def test_costs_by_line_and_module_and_the_largest_results():
+    computations = reading.parse_program(PROGRAM)
     cycles, unpriced = reading.read_cycles(computations)
-    assert cycles == {"train.py:12 backward": 100}
+    assert cycles == {"nets.py:12": 101, "nets.py:12 backward": 40, "optim.py:7": 7}
     assert unpriced == {"all-reduce": 5, "sort": 1}
+    modules = reading.read_modules(computations)
+    assert modules == {"layers.0.up": 100, "layers.1.up backward": 40, "layers.1.up": 1}
+    assert reading.group_modules(modules) == [("layers.*.up", 2, 101), ("layers.*.up backward", 1, 40)]
+    largest = reading.read_largest_results(computations)
+    assert largest[0] == (8192, "fusion", "optim.py:7", ""), "what is on the chip is left out"
+    assert (4096, "fusion", "nets.py:12", "layers.0.up") in largest[1:]
 
 
-def test_the_innermost_scope_counts():
+@pytest.mark.parametrize(
+    "scope, line, module",
+    [
+        ("backward in <Net>.9/xla__scan/call.17/a.py_40 in <Net backward>.8/gpt.py_57 in <b.3>.2", "gpt.py:57", "b.3"),
+        ("x.py_1/xla__scan/call.6/a.py_5 backward.2", "a.py:5 backward", ""),
+    ],
+)
+def test_the_innermost_scope_counts(scope, line, module):
     """A loop in the graph, or a backward pass in Python, opens scopes inside others."""
-    text = "backward in <Net>.9/xla__scan/call.17/layers.py_40 in <Net backward>.8/gpt.py_57 in <blocks.3>.12/aten__mul"
-    program = PROGRAM.replace("backward.3/aten__mul", text)
-    fusion = reading.parse_program(program)["ENTRY"][-1]
-    assert reading.source_of(fusion) == "gpt.py:57" and reading.module_of(fusion) == "blocks.3"
-    loop = reading.parse_program(PROGRAM.replace("train.py_12 backward.3", "xla__scan/call.6/a.py_5 backward.2"))
-    assert reading.source_of(loop["ENTRY"][-1]) == "a.py:5 backward" and reading.module_of(loop["ENTRY"][-1]) == ""
+    operation = reading.parse_program(PROGRAM.replace("optim.py_7.1", scope))["ENTRY"][-1]
+    assert (reading.source_of(operation), reading.module_of(operation)) == (line, module)
 
 
 REPEATED = """
-import torch
+import re
+import torch, torch_xla
 from torch_xla.utils.checkpoint import checkpoint
+from tpu_compiler.compile.tracing import trace_step
 
 
 class Doubled(torch.autograd.Function):
@@ -190,31 +210,14 @@ class Doubled(torch.autograd.Function):
         return grad.sin() * 2  # OWN
 
 
-class Layer(torch.nn.Module):
+class Layer(torch.nn.Linear):
     def forward(self, x):
-        return Doubled.apply(x.tanh()).cos()  # LAYER
+        return Doubled.apply((x + self.bias).tanh()).cos()  # LAYER
 
 
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight, self.layer = torch.nn.Parameter(torch.zeros(8)), Layer()
-
-    def forward(self, x):
-        return checkpoint(self.layer, x + self.weight)
-"""
-
-
-TRACE = """
-import re, sys
-import torch, torch_xla
-sys.path.append(sys.argv[1])
-from net import Net
-from tpu_compiler.compile.tracing import trace_step
-
-net = Net().to(torch_xla.device())
-x = torch.zeros(4, 8).to(torch_xla.device())
-traced = trace_step(lambda: (net(x).sum().backward(), net.weight.grad), owners=[net])
+device = torch_xla.device()
+net, x = torch.nn.ModuleDict({"layer": Layer(1, 8)}).to(device), torch.zeros(4, 8).to(device)
+traced = trace_step(lambda: checkpoint(net.layer, x + net.layer.bias).sum().backward(), owners=[net])
 for scope, name in re.findall(rb"(net\\.py_\\d+[^/]*?)\\.\\d+/aten__(\\w+)", traced.hlo):
     print(scope.decode(), name.decode())
 """
@@ -223,8 +226,7 @@ for scope, name in re.findall(rb"(net\\.py_\\d+[^/]*?)\\.\\d+/aten__(\\w+)", tra
 def test_what_runs_in_a_backward_pass_has_its_own_lines(tmp_path):
     """A backward pass written in Python under its lines; what is computed again under those of the forward pass."""
     (tmp_path / "net.py").write_text(REPEATED)
-    (tmp_path / "trace.py").write_text(TRACE)
-    done = run(tmp_path / "trace.py", ROOT, PJRT_DEVICE="CPU")
+    done = run(tmp_path / "net.py", PYTHONPATH=ROOT, PJRT_DEVICE="CPU")
     assert done.returncode == 0, done.stderr
     own, layer = (REPEATED[: REPEATED.index(mark)].count("\n") + 1 for mark in ("# OWN", "# LAYER"))
     scopes = done.stdout.splitlines()
@@ -326,14 +328,10 @@ def test_the_state_created_is_that_of_a_first_step(make):
         states = [state for state in optimizer.state.values() if state]
         return [{name: (v.shape, v.dtype) for name, v in s.items() if isinstance(v, torch.Tensor)} for s in states]
 
-    def optimizer_of(model):
-        biases = [p for p in model.parameters() if p.dim() == 1]
-        weights = [p for p in model.parameters() if p.dim() > 1]
-        return make([{"params": weights}, {"params": biases, "weight_decay": 0.1}])
-
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
     before = [parameter.clone() for parameter in model.parameters()]
-    twin, real = optimizer_of(model), optimizer_of(model)
+    (weight, bias), more = model[0].parameters(), list(model[1].parameters())
+    twin, real = (make([{"params": [weight, *more]}, {"params": [bias], "weight_decay": 0.1}]) for _ in range(2))
     assert len(tracing.create_state(twin)) == (0 if make is torch.optim.Adagrad else sum(map(len, shapes(twin))))
     assert all(map(torch.equal, model.parameters(), before)) and tracing.create_state(twin) == []
     for parameter in model.parameters():
@@ -545,7 +543,9 @@ def assert_is_in_budget(r, row):
 
 
 # --------------------------------------------------------------------------------------------------------- command line
-def test_compare_slices(forked, capsys):
+def test_compare_slices(capsys, monkeypatch):
+    answer = lambda _, topology, *__: compiled(TINY, "--compile_for", topology)["report.json"]  # noqa: E731
+    monkeypatch.setattr(aot_tpu, "compile_script", answer)
     assert aot_tpu.main([str(TINY), "--topology", "v5litepod-1,v6e-1"]) == 0
     said = capsys.readouterr().out
     rows = [line for line in said.splitlines() if line.startswith("| v")]
@@ -660,26 +660,35 @@ def test_another_set_of_versions_is_named_before_anything_is_imported(monkeypatc
     assert capsys.readouterr().err.count("found 0.7.1") == 1
 
 
-def test_options_that_save_memory_are_those_of_the_script():
+@pytest.mark.parametrize(
+    "kind, options, report, offered",
+    [
+        (
+            TransformerConfig,
+            ["--global_batch_size=8", "--num_layers=1", "--mesh=4x1x1"],
+            dict(devices=4),
+            ["--remat", "--loss_parts=8", "--gradient_accumulation_steps=2", "--mesh=1x4x1"],
+        ),
+        (
+            TransformerConfig,
+            ["--global_batch_size=8", "--num_layers=1", "--remat"],
+            {},
+            ["--offload=products", "--loss_parts=8", "--gradient_accumulation_steps=2"],
+        ),
+        (DistributedMnistConfig, [], dict(devices=4), ["--shard_parameters"]),
+        (DistributedMnistConfig, [], {}, []),
+        (DdpMnistConfig, [], dict(devices=4), []),
+        (GenerateConfig, ["--hf=x", "--context=16", "--compile_for=v5litepod-4"], {}, ["--int8", "--devices=all"]),
+    ],
+)
+def test_options_that_save_memory_are_those_of_the_script(kind, options, report, offered):
     """What is offered is not in use yet, and the script takes it."""
-    options = ["--global_batch_size=8", "--num_layers=1"]
-    settings = dataclasses.asdict(parse_command_line(TransformerConfig, "", options))
-    transformer = a_report(devices=4, settings=settings | {"mesh": "4x1x1"})
-    offered = [option for _, option in search.memory_savers(transformer)]
-    assert offered == ["--remat", "--loss_parts=8", "--gradient_accumulation_steps=2", "--mesh=1x4x1"]
-    parse_command_line(TransformerConfig, "", [*options, *offered])
-    remat = a_report(devices=1, settings=settings | {"remat": True})
-    offered = [option for _, option in search.memory_savers(remat)]
-    assert offered == ["--offload=products", "--loss_parts=8", "--gradient_accumulation_steps=2"]
-    settings = dataclasses.asdict(parse_command_line(DistributedMnistConfig, "", []))
-    offered = [option for _, option in search.memory_savers(a_report(devices=4, settings=settings))]
-    assert offered == ["--shard_parameters"]
-    assert not search.memory_savers(a_report(devices=1, settings=settings))
-    ddp = dataclasses.asdict(parse_command_line(DdpMnistConfig, "", []))
-    assert not search.memory_savers(a_report(devices=4, settings=ddp))
-    sampled = dataclasses.asdict(GenerateConfig(hf="x", context=16, compile_for="v5litepod-4"))
-    offered = [option for _, option in search.memory_savers(a_report(topology="v5litepod-4", settings=sampled))]
-    assert offered == ["--int8", "--devices=all"]
+    config = parse_command_line(kind, "", options)
+    topology = getattr(config, "compile_for", "") or "v5litepod-1"
+    found = search.memory_savers(a_report(**report, topology=topology, settings=dataclasses.asdict(config)))
+    assert [option for _, option in found] == offered
+    replaced = [option for option in options if not option.startswith("--mesh")]
+    parse_command_line(kind, "", [*replaced, *offered])
 
 
 @pytest.mark.slow

@@ -85,6 +85,13 @@ def test_eight_virtual_devices_trace_the_program_of_as_many_as_there_are(script,
     (real, inputs), (few, same) = (traced(most, script, *options, "--compile_for", "v5e:8x8") for most in (64, 8))
     assert real and real == few and inputs == same
     assert inputs.endswith("1 64" if "ddp" in (script.stem + " ".join(options)) else "64 1")
+    if "--remat" in options:  # what a backward pass computes again stands under its lines, one in Python under its own
+        again, written = (
+            rb"llama\.py_\d+ %bin <Llama backward>",
+            rb"flash_attention\.py_\d+ in <Llama backward backward>",
+        )
+        for scope in (again % b"", again % b"backward ", written):
+            assert re.search(scope, real), scope
 
 
 def test_a_ddp_step_with_two_backward_passes_is_traced_for_a_slice(tmp_path):

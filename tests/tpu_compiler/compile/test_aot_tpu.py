@@ -193,48 +193,6 @@ def test_the_innermost_scope_counts(scope, line, module):
     assert (reading.source_of(operation), reading.module_of(operation)) == (line, module)
 
 
-REPEATED = """
-import re
-import torch, torch_xla
-from torch_xla.utils.checkpoint import checkpoint
-from tpu_compiler.compile.tracing import trace_step
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.sin() * 2  # OWN
-
-
-class Layer(torch.nn.Linear):
-    def forward(self, x):
-        return Doubled.apply((x + self.bias).tanh()).cos()  # LAYER
-
-
-device = torch_xla.device()
-net, x = torch.nn.ModuleDict({"layer": Layer(1, 8)}).to(device), torch.zeros(4, 8).to(device)
-traced = trace_step(lambda: checkpoint(net.layer, x + net.layer.bias).sum().backward(), owners=[net])
-for scope, name in re.findall(rb"(net\\.py_\\d+[^/]*?)\\.\\d+/aten__(\\w+)", traced.hlo):
-    print(scope.decode(), name.decode())
-"""
-
-
-def test_what_runs_in_a_backward_pass_has_its_own_lines(tmp_path):
-    """A backward pass written in Python under its lines; what is computed again under those of the forward pass."""
-    (tmp_path / "net.py").write_text(REPEATED)
-    done = run(tmp_path / "net.py", PYTHONPATH=ROOT, PJRT_DEVICE="CPU")
-    assert done.returncode == 0, done.stderr
-    own, layer = (REPEATED[: REPEATED.index(mark)].count("\n") + 1 for mark in ("# OWN", "# LAYER"))
-    scopes = done.stdout.splitlines()
-    assert f"net.py_{own} in <layer backward> sin" in scopes, scopes
-    assert f"net.py_{layer} backward in <layer> sin" in scopes, scopes  # cos has it as its gradient
-    assert f"net.py_{layer} in <layer> tanh" in scopes, scopes  # the second time: nothing needs the first
-
-
 # ---------------------------------------------------------------------------------------------------- the real compiler
 def test_one_device():
     r = compiled(TINY, "--compile_for", "v5litepod-1")["report.json"]

@@ -40,7 +40,7 @@ def test_the_error_that_a_report_prints_is_that_of_the_steps():
         return round(100 * (value - 1))
 
     generations = [name for name in ("v4", "v5e", "v5p", "v6e", "TPU7x") if name in ratios]
-    spans = [(percent(end(ratios[name])) for end in (min, max)) for name in generations]
+    spans = [[percent(end(ratios[name])) for end in (min, max)] for name in generations]
     said = ", ".join("{} {:+d} to {:+d} %".format(name, *span) for name, span in zip(generations, spans, strict=True))
     span = f"{-percent(min(every))} % below to {percent(max(every))} % above"
     expected = f"real time of {len(every)} published steps was {span} the prediction: {said};"
@@ -55,7 +55,7 @@ def test_a_command_parses_and_fits_its_slice(row, monkeypatch):
     devices = parse_topology(row.slice).num_devices
     assert program == "aot_tpu.py" and options[-2:] == ["--topology", row.slice]
     if target == "transformer_tpu.py":
-        config = configured(TransformerConfig, [*options[:-2], "--device=cpu"])
+        config = configured(TransformerConfig, [*options[:-2], f"--compile_for={row.slice}"])
         data, fsdp, *others = map(int, config.mesh.split("x"))
         assert data * fsdp * math.prod(others) == devices and config.global_batch_size % (data * fsdp) == 0
         assert config.shape.sequence_length == config.sequence_length

@@ -86,10 +86,8 @@ def test_eight_virtual_devices_trace_the_program_of_as_many_as_there_are(script,
     assert real and real == few and inputs == same
     assert inputs.endswith("1 64" if "ddp" in (script.stem + " ".join(options)) else "64 1")
     if "--remat" in options:  # what a backward pass computes again stands under its lines, one in Python under its own
-        again, written = (
-            rb"llama\.py_\d+ %bin <Llama backward>",
-            rb"flash_attention\.py_\d+ in <Llama backward backward>",
-        )
+        again = rb"llama\.py_\d+ %bin <Llama backward>"
+        written = rb"flash_attention\.py_\d+ in <Llama backward backward>"
         for scope in (again % b"", again % b"backward ", written):
             assert re.search(scope, real), scope
 

@@ -135,51 +135,6 @@ def test_bytes_as_laid_out_in_tiles():
     assert reading.shape_bytes("f32[3,200]{1,0:T(8,128)}", padded=False) == [2400]
 
 
-PROGRAM = """HloModule example, is_scheduled=true
-
-%body (p: f32[8,128]) -> f32[8,128] {
-  %p = f32[8,128]{1,0:T(8,128)} parameter(0)
-  ROOT %ar = f32[8,128]{1,0:T(8,128)} all-reduce(%p), channel_id=1, replica_groups=[2,4]<=[8], to_apply=%sum
-}
-
-%condition (p.1: f32[8,128]) -> pred[] {
-  %limit = s32[]{:T(128)} constant(5)
-}
-
-ENTRY %main (x: f32[8,128]) -> f32[8,128] {
-  %x = f32[8,128]{1,0:T(8,128)} parameter(0)
-  %w = f32[8,128]{1,0:T(8,128)} while(%x), condition=%condition, body=%body
-  %sorted = f32[8,128]{1,0:T(8,128)} sort(%w), dimensions={0}, to_apply=%compare
-  %a = f32[8,128]{1,0:T(8,128)} fusion(%sorted), kind=kLoop, calls=%f, \
-metadata={op_name="nets.py_12 in <layers.0.up>.3/aten__mul"}, backend_config={"estimated_cycles":"100"}
-  %b = f32[8,128]{1,0:T(8,128)} fusion(%a), kind=kLoop, calls=%f, \
-metadata={op_name="nets.py_12 backward in <layers.1.up>.4/aten__mul"}, backend_config={"estimated_cycles":"40"}
-  %c = f32[16,128]{1,0:T(8,128)S(1)} fusion(%b), kind=kLoop, calls=%f, \
-metadata={op_name="nets.py_12 in <layers.1.up>.9/aten__mul"}, backend_config={"estimated_cycles":"1"}
-  ROOT %d = f32[8,256]{1,0:T(8,128)} fusion(%c), kind=kLoop, calls=%f, \
-metadata={op_name="optim.py_7.1/aten__mul"}, backend_config={"estimated_cycles":"7"}
-}
-"""
-
-
-def test_loops_count_their_trips():
-    collectives = reading.read_collectives(reading.parse_program(PROGRAM), num_devices=8)
-    assert collectives == {"all-reduce": {"count": 5, "bytes": 5 * 4096, "sent_bytes": 5 * 4096 * 2 * 3 / 4}}
-
-
-def test_costs_by_line_and_module_and_the_largest_results():
-    computations = reading.parse_program(PROGRAM)
-    cycles, unpriced = reading.read_cycles(computations)
-    assert cycles == {"nets.py:12": 101, "nets.py:12 backward": 40, "optim.py:7": 7}
-    assert unpriced == {"all-reduce": 5, "sort": 1}
-    modules = reading.read_modules(computations)
-    assert modules == {"layers.0.up": 100, "layers.1.up backward": 40, "layers.1.up": 1}
-    assert reading.group_modules(modules) == [("layers.*.up", 2, 101), ("layers.*.up backward", 1, 40)]
-    largest = reading.read_largest_results(computations)
-    assert largest[0] == (8192, "fusion", "optim.py:7", ""), "what is on the chip is left out"
-    assert (4096, "fusion", "nets.py:12", "layers.0.up") in largest[1:]
-
-
 @pytest.mark.parametrize(
     "scope, line, module",
     [
@@ -189,7 +144,8 @@ def test_costs_by_line_and_module_and_the_largest_results():
 )
 def test_the_innermost_scope_counts(scope, line, module):
     """A loop in the graph, or a backward pass in Python, opens scopes inside others."""
-    operation = reading.parse_program(PROGRAM.replace("optim.py_7.1", scope))["ENTRY"][-1]
+    text = f'  ROOT %f = f32[8]{{0}} fusion(%x), kind=kLoop, calls=%g, metadata={{op_name="{scope}/aten__mul"}}\n'
+    (operation,) = reading.parse_program(f"ENTRY %main (x: f32[8]) -> f32[8] {{\n{text}}}\n")["ENTRY"]
     assert (reading.source_of(operation), reading.module_of(operation)) == (line, module)
 
 
@@ -210,6 +166,11 @@ def test_one_device():
         number = next(i for i, text in enumerate(source, 1) if mark in text)
         assert any(line.split()[0] == str(number) for line in lines), r.costliest_lines
     assert any(line.endswith(" backward") for line in lines)
+    modules = dict(r.costliest_modules)
+    assert modules.keys() == {"Model", "Model backward", "up", "up backward", "down", "down backward"}
+    assert sum(modules.values()) < r.estimated_ms and modules["down backward"] > modules["down"]
+    sizes = [size for size, *_ in r.largest_results]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] <= 64 * 512 * 4, r.largest_results  # none is on the chip
 
 
 def test_a_script_says_what_was_measured_on_such_a_chip(tmp_path):

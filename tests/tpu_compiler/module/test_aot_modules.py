@@ -401,6 +401,11 @@ def test_a_sharded_step(forked, nets, capsys):
     assert r.memory["parameters"] == pytest.approx(weights, rel=0.05)
     assert r.memory["optimizer_state"] == pytest.approx(weights, rel=0.05)
     assert any("4 of 9 parameters sharded, the inputs' first dimension over data x fsdp" in note for note in r.notes)
+    modules = dict(r.costliest_modules)
+    for name, count, ms in r.module_groups:
+        alike = [name.replace("*", str(number)) for number in range(count)]
+        assert ms == pytest.approx(sum(modules[one] for one in alike)) and count == 1 + ("layers.*" in name), name
+    assert {"layers.*.up", "layers.*.down backward"} <= {name for name, *_ in r.module_groups}
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from language.options.hf_config import hugging_face_config
 from language.options.shapes import ModelShape
 
 LEARNING_RATE, BETAS, CLIP = 6e-4, (0.9, 0.95), 1.0
@@ -65,19 +66,9 @@ class HuggingFaceGPT(nn.Module):
         import transformers
 
         super().__init__()
-        self.model = transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(
-                vocab_size=shape.vocab_size,
-                n_positions=shape.sequence_length,
-                n_embd=shape.embedding_dim,
-                n_layer=shape.num_layers,
-                n_head=shape.num_heads,
-                resid_pdrop=0.0,
-                embd_pdrop=0.0,
-                attn_pdrop=0.0,
-                attn_implementation=attention,
-            )
-        )
+        config = hugging_face_config(shape) | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        config = transformers.AutoConfig.for_model(**config)
+        self.model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 
     def tie(self) -> None:
         self.model.tie_weights()

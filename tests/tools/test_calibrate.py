@@ -246,66 +246,58 @@ def test_the_picture_shows_every_step_and_share(measured):
     assert (vm.folder / "calibration.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_failure_is_recorded_and_tried_again_and_the_rest_goes_on(vm, capsys):
-    class Broken(Pretended):
-        def __init__(self, command, out, err, changes):
-            super().__init__(command, out, err, changes)
-            if "--attention=flash" in command and not option(command, "compile_for"):
-                self.fail("warning: other things\nerror: the kernels do not lower\n")
-            if "--num_heads=6" in command and option(command, "compile_for"):
-                self.fail("error: too many heads\n")
-                Path(changes["AOT_TPU_OUTPUT"], "report.json").unlink()
+class Troubled(Pretended):
+    """Two commands fail, and two promises are not kept."""
 
-    vm.child = Broken
-    assert vm.calibrate() == 1
-    failed = {name: r for name, r in vm.content()["measurements"].items() if r["status"] == "failed"}
-    assert list(failed) == ["step gpt2 124M flash", "estimate gpt2 124M heads of 128", "promise flash"]
-    assert "ended with 1: error: too many heads" in failed["estimate gpt2 124M heads of 128"]["reason"]
-    assert "transformer_tpu.py ended with 1: error: the kernels do not lower" in failed["promise flash"]["reason"]
-    page = (vm.folder / "report.md").read_text()
-    assert "Failed:\n- step gpt2 124M flash: transformer_tpu.py ended" in page
-    assert "| gpt2 124M flash " in page, "its estimate is there"
-    vm.child, vm.started = Pretended, []
-    assert vm.calibrate() == 0
-    assert len(vm.started) == 4, "one step, one estimate, and two runs to compare"
-    assert "(before)" in capsys.readouterr().out
+    def __init__(self, command, out, err, changes):
+        super().__init__(command, out, err, changes)
+        if "--attention=flash" in command and not option(command, "compile_for"):
+            self.fail("warning: other things\nerror: the kernels do not lower\n")
+        if "--num_heads=6" in command and option(command, "compile_for"):
+            self.fail("error: too many heads\n")
+            Path(changes["AOT_TPU_OUTPUT"], "report.json").unlink()
+
+    def train(self, run_dir):
+        super().train(run_dir)
+        if "--resume=auto" in self.command:
+            (run_dir / DONE).write_text('{"files": {"state.safetensors": {"bytes": 8, "crc32": 2}}}')
+        if self.command[0] == "-c" and "--num_steps=40" in self.command:
+            summary = json.loads((run_dir / "summary.json").read_text())
+            (run_dir / "summary.json").write_text(json.dumps(summary | {"train_graphs": 2}))
 
 
-def test_stopped_it_goes_on_where_it_was(vm):
-    class Stopped(Pretended):
-        def __init__(self, *arguments):
-            super().__init__(*arguments)
-            if len(vm.started) == 9:
-                raise KeyboardInterrupt
+def test_what_failed_is_recorded_and_tried_again_and_the_rest_goes_on(vm, capsys):
+    """Also where it was stopped: what is measured stays."""
 
-    vm.child = Stopped
+    def stopped(*arguments):
+        if len(vm.started) == 9:
+            raise KeyboardInterrupt
+        return Troubled(*arguments)
+
+    vm.child = stopped
     with pytest.raises(KeyboardInterrupt):
         vm.calibrate()
     before = vm.content()["measurements"]
     assert len(before) == 8
-    vm.child, vm.started = Pretended, []
-    assert vm.calibrate() == 0
+    vm.child = Troubled
+    assert vm.calibrate() == 1
     after = vm.content()["measurements"]
     assert {name: after[name] for name in before} == before
-    number = len(vm.started)
-    assert vm.calibrate() == 0 and len(vm.started) == number, "all is there"
-
-
-def test_a_broken_promise_fails(vm):
-    class Damaged(Pretended):
-        def train(self, run_dir):
-            super().train(run_dir)
-            if "--resume=auto" in self.command:
-                (run_dir / DONE).write_text('{"files": {"state.safetensors": {"bytes": 8, "crc32": 2}}}')
-            if self.command[0] == "-c" and "--num_steps=40" in self.command:
-                summary = json.loads((run_dir / "summary.json").read_text())
-                (run_dir / "summary.json").write_text(json.dumps(summary | {"train_graphs": 2}))
-
-    vm.child = Damaged
-    assert vm.calibrate() == 1
-    found = vm.content()["measurements"]
-    assert found["promise resume"]["reason"] == "not kept: the last checkpoints differ"
-    assert found["promise no_reads"]["reason"] == "not kept: 2 graphs and 0.0 uploads a step, expected 1 and 0"
+    failed = {name: record["reason"] for name, record in after.items() if record["status"] == "failed"}
+    command = "transformer_tpu.py ended with 1: error: "
+    assert failed.pop("step gpt2 124M flash").startswith(command + "the kernels do not lower")
+    assert "ended with 1: error: too many heads" in failed.pop("estimate gpt2 124M heads of 128")
+    assert command + "the kernels do not lower" in failed.pop("promise flash")
+    assert failed.pop("promise resume") == "not kept: the last checkpoints differ"
+    assert failed.pop("promise no_reads") == "not kept: 2 graphs and 0.0 uploads a step, expected 1 and 0"
+    assert not failed
+    page = (vm.folder / "report.md").read_text()
+    assert "Failed:\n- step gpt2 124M flash: transformer_tpu.py ended" in page
+    assert "| gpt2 124M flash " in page, "its estimate is there"
+    for started in (7, 0):  # a step, an estimate, two runs to compare for each of two promises, and one
+        vm.child, vm.started = Pretended, []
+        assert vm.calibrate() == 0 and len(vm.started) == started
+    assert "(before)" in capsys.readouterr().out
 
 
 def test_another_machine_begins_anew(tmp_path, capsys):

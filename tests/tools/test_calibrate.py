@@ -294,7 +294,7 @@ def test_what_failed_is_recorded_and_tried_again_and_the_rest_goes_on(vm, capsys
     page = (vm.folder / "report.md").read_text()
     assert "Failed:\n- step gpt2 124M flash: transformer_tpu.py ended" in page
     assert "| gpt2 124M flash " in page, "its estimate is there"
-    for started in (7, 0):  # a step, an estimate, two runs to compare for each of two promises, and one
+    for started in (9, 0):  # a step, an estimate, and the runs of three promises
         vm.child, vm.started = Pretended, []
         assert vm.calibrate() == 0 and len(vm.started) == started
     assert "(before)" in capsys.readouterr().out

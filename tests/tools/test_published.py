@@ -5,7 +5,7 @@ import json
 import math
 
 import pytest
-from processes import ROOT, run
+from processes import ROOT
 from run_files import configured
 
 from benchmarks import children, published
@@ -100,14 +100,3 @@ def test_results_that_are_not_there_are_refused(monkeypatch):
     monkeypatch.setattr(published.sys, "argv", ["published.py", "--results", str(ROOT / "nowhere.json")])
     with pytest.raises(InputError, match="no such file"):
         published.main()
-
-
-@pytest.mark.exhaustive
-def test_the_cheapest_row_from_its_command_to_its_ratio(tmp_path):
-    done = run("benchmarks/published.py", "--out", tmp_path, "--only", "copy of*")
-    assert done.returncode == 0, done.stderr
-    (found,) = json.loads((tmp_path / "results.json").read_text()).values()
-    (row,) = [row for row in ROWS if row.name.startswith("copy of")]
-    assert found["fits"] and found["versions"]["libtpu"]
-    assert math.isfinite(published.ratio(row, found)) and 0.1 < published.ratio(row, found) < 10
-    assert published.as_csv(published.table([row], {row.key: found})) in done.stdout

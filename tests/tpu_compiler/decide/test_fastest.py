@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -554,22 +553,6 @@ def test_wrong_usage_is_one_message(capsys, options, message):
     assert aot_tpu.main([str(TINY), "--topology=v5litepod-1", *options]) == 2
     said = capsys.readouterr()
     assert message in said.err and len(said.err.splitlines()) == 1 and not said.out
-
-
-@pytest.mark.exhaustive
-def test_a_search_for_real_and_again_from_the_cache(tmp_path, capsys, monkeypatch, forked):
-    monkeypatch.setenv(cache.VARIABLE, "")  # put back afterwards
-    command = [str(ROOT / "simple_mnist_tpu.py"), "--topology=v5litepod-1", "--search", "--cache", str(tmp_path)]
-    command += ["--minutes=60", "--channels=8", "--hidden_dim=16", "--global_batch_size=32", "--tokens=1e6"]
-    assert aot_tpu.main(command) == 0
-    first = capsys.readouterr().out.splitlines()
-    assert "v5litepod-1: 3 settings, 3 compiled now" in first
-    monkeypatch.setattr(search, "run_script", lambda *_, **__: pytest.fail("asked again"))
-    with tempfile.NamedTemporaryFile(dir="/dev/shm"):  # as other programs do all the time
-        assert aot_tpu.main(command) == 0
-    second = capsys.readouterr().out.splitlines()
-    assert "v5litepod-1: 3 settings, 0 compiled now" in second
-    assert first[-1] == second[-1] and first[-1].startswith("python ") and "simple_mnist_tpu.py" in first[-1]
 
 
 # --------------------------------------------------------------------------------------------------------------- rules

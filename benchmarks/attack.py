@@ -64,12 +64,11 @@ def peak() -> int:
 
 
 def make_checkpoints(folder: Path, megabytes: int = 1):
-    """Steps 10 and 20 of one run, sharded by two processes, whose files are written as each would."""
+    """Steps 10 and 20 of one run, one of whose tensors is sharded."""
     import torch
 
     from tpu_utils.checkpoint import Checkpoints
-    from tpu_utils.checkpoint.sharded_tensors import shards_by_path, shards_of
-    from tpu_utils.checkpoint.state import HostCopy, Kind, write_tensors
+    from tpu_utils.checkpoint.state import HostCopy, Kind
 
     checkpoints = Checkpoints(folder, 3, run_id="ours")
     rows = megabytes * 2**20 // 4 // 64 // 2
@@ -78,16 +77,8 @@ def make_checkpoints(folder: Path, megabytes: int = 1):
         whole["model/weight"] = torch.full((rows, 64), float(step))
         shards = {(at, 0): torch.full((rows // 2, 64), float(step)) for at in (0, rows // 2)}
         kind = Kind((rows, 64), torch.float32)
-        copy = HostCopy(step, VALUES, whole, {"model/sharded": kind}, {"model/sharded": shards})
-        aside = folder / f".writing_{step:08d}"
-        aside.mkdir(parents=True)
-        written = []
-        for index, (at, shard) in enumerate(shards.items()):
-            name = f"shards_{index:05d}.safetensors"
-            part = HostCopy(step, {}, {}, copy.sharded, {"model/sharded": {at: shard}})
-            sums = write_tensors(aside / name, shards_of(part))
-            written.append({"name": name, "sums": sums, "shards": shards_by_path(part, name)})
-        checkpoints._finish(copy, aside, written, {})
+        checkpoints.write(HostCopy(step, VALUES, whole, {"model/sharded": kind}, {"model/sharded": shards}))
+        checkpoints.wait()
     return checkpoints
 
 

@@ -30,7 +30,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "scripts")]
 os.environ["OMP_NUM_THREADS"] = "1"  # of such small models more threads wait more than they work
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from processes import Script  # noqa: E402
+from processes import run  # noqa: E402
 from safetensors.torch import load_model  # noqa: E402
 from test_wrong_copies import COUNTS, MEANT, RIGHT, TRAINED, dataset_of  # noqa: E402
 
@@ -128,19 +128,13 @@ def rate_options(kind: str) -> list[str]:
     return ["--learning_rate=3e-3"] if kind == ADAM else ["--optimizer=sgd", "--learning_rate=0.02"]
 
 
-def start_forked(*command, folder: Path, **environment: str) -> subprocess.CompletedProcess:
-    script = Script(*command, folder=folder, PYTHONPATH=ROOT, **environment)
-    out, err = script.communicate()
-    return subprocess.CompletedProcess(command, script.returncode, out, err)
-
-
 def run_copy(kind: str, folder: Path, arguments, *more: str, **environment: str) -> subprocess.CompletedProcess:
     options = [option for option in OPTIONS if arguments.devices > 1 or "shard" not in option]
     options += rate_options(kind)
     options += [f"--num_virtual_devices={arguments.devices}"] * (arguments.devices > 1)
     command = [folder / "mine.py", f"--data_dir={folder}", *options, *more]
     if arguments.python is None:
-        return start_forked(*command, folder=folder, **environment)
+        return run(*command, folder=folder, PYTHONPATH=ROOT, **environment)
     variables = os.environ | {"PYTHONPATH": str(ROOT)} | environment
     return subprocess.run([arguments.python, *command], env=variables, capture_output=True, text=True, cwd=folder)
 
@@ -173,13 +167,13 @@ def in_plain_pytorch(folder: Path, kind: str, dataset: ImageDataset) -> tuple[li
     rates = copied.learning_rates(config, batches.num_steps)
     metrics = copied.DeviceMetrics(["loss", "gradient_norm"], batches.num_steps, torch.device("cpu"))
     images, labels = map(torch.from_numpy, (dataset.test_images, sent(dataset.test_labels, labels=True)))
-    run = SimpleNamespace(config=config, phase=lambda _: contextlib.nullcontext())
+    of_run = SimpleNamespace(config=config, phase=lambda _: contextlib.nullcontext())
     evaluations = []
     for index in range(batches.num_steps):
         batch = [torch.from_numpy(array) for array in batches.batch(index)]
         copied.train_step(model, *more, optimizer, rates, metrics, *batch, config)
         if (index + 1) % batches.steps_per_epoch == 0:
-            evaluations.append(copied.evaluate(model, [(images, labels, torch.ones(len(labels)))], run))
+            evaluations.append(copied.evaluate(model, [(images, labels, torch.ones(len(labels)))], of_run))
     return metrics.read(0, batches.num_steps)["loss"].tolist(), evaluations
 
 
@@ -196,7 +190,7 @@ def on_replicas(kind: str, folder: Path, num_replicas: int) -> list[float] | str
     options = [option for option in OPTIONS if "shard" not in option] + rate_options(kind)
     trace = ("trace", folder, num_replicas, steps, folder / "mine.py", f"--data_dir={folder}", *options)
     for arguments in (trace, ("run", folder)):
-        done = start_forked(program, *arguments, folder=folder)
+        done = run(program, *arguments, folder=folder, PYTHONPATH=ROOT)
         if done.returncode:
             return refusal(done.stderr)
     found = json.loads((folder / "curve.json").read_text())

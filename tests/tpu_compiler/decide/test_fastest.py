@@ -12,6 +12,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import reports
 from mutations import at_most, make_irregular, mutated, mutated_json, no_hang
 from processes import ROOT, run
 
@@ -35,13 +36,13 @@ from tpu_utils.options.parsing import as_json, parse_command_line
 TINY = ROOT / "tests" / "tiny_training.py"
 
 
+FACTS = dict(topology="v5litepod-8", devices=8, unit="tokens", limit_bytes=int(15.75 * GIB), peak_bytes=GIB)
+FACTS |= dict(memory={"parameters": GIB // 2, "activations": GIB // 2}, settings={"global_batch_size": 64})
+FACTS |= dict(estimated_ms=100.0, estimated_per_second=1e4, model_flops=1e12, flops=1e11, asked_seconds=60.0)
+
+
 def a_report(**changes):
-    facts = dict(topology="v5litepod-8", devices=8, program="", compiles=True, fits=True, reason="", unit="tokens")
-    facts |= dict(
-        limit_bytes=int(15.75 * GIB), peak_bytes=GIB, memory={"parameters": GIB // 2, "activations": GIB // 2}
-    )
-    facts |= dict(estimated_ms=100.0, estimated_per_second=1e4, model_flops=1e12, flops=1e11, asked_seconds=60.0)
-    return Report(**(facts | dict(settings={"global_batch_size": 64}) | changes)).with_prediction()
+    return reports.a_report(**(FACTS | changes)).with_prediction()
 
 
 # --------------------------------------------------------------------------------------------------------------- cache

@@ -167,7 +167,7 @@ def test_one_device():
         assert any(line.split()[0] == str(number) for line in lines), r.costliest_lines
     assert any(line.endswith(" backward") for line in lines)
     modules = dict(r.costliest_modules)
-    assert modules.keys() == {"Model", "Model backward", "up", "up backward", "down", "down backward"}
+    assert modules.keys() >= {"up", "up backward", "down", "down backward"}
     assert sum(modules.values()) < r.estimated_ms and modules["down backward"] > modules["down"]
     sizes = [size for size, *_ in r.largest_results]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] <= 64 * 512 * 4, r.largest_results  # none is on the chip
@@ -597,17 +597,21 @@ def test_another_set_of_versions_is_named_before_anything_is_imported(monkeypatc
         (DistributedMnistConfig, [], dict(devices=4), ["--shard_parameters"]),
         (DistributedMnistConfig, [], {}, []),
         (DdpMnistConfig, [], dict(devices=4), []),
-        (GenerateConfig, ["--hf=x", "--context=16", "--compile_for=v5litepod-4"], {}, ["--int8", "--devices=all"]),
     ],
 )
 def test_options_that_save_memory_are_those_of_the_script(kind, options, report, offered):
     """What is offered is not in use yet, and the script takes it."""
     config = parse_command_line(kind, "", options)
-    topology = getattr(config, "compile_for", "") or "v5litepod-1"
-    found = search.memory_savers(a_report(**report, topology=topology, settings=dataclasses.asdict(config)))
+    found = search.memory_savers(a_report(**report, settings=dataclasses.asdict(config)))
     assert [option for _, option in found] == offered
     replaced = [option for option in options if not option.startswith("--mesh")]
     parse_command_line(kind, "", [*replaced, *offered])
+
+
+def test_what_saves_memory_in_a_generation():
+    config = GenerateConfig(hf="x", context=16, compile_for="v5litepod-4")
+    found = search.memory_savers(a_report(topology="v5litepod-4", settings=dataclasses.asdict(config)))
+    assert [option for _, option in found] == ["--int8", "--devices=all"]
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from processes import ROOT, run
 from reports import a_report
+from test_aot_tpu import compiled
 
 import aot_tpu
 from tpu_compiler.compile import compiling, newest
@@ -60,16 +61,6 @@ def traced(most, *arguments):
         return Path(file.name).read_bytes(), done.stdout.splitlines()[-1]
 
 
-def asked(*arguments, **variables):
-    """What a compile leaves: {"report.json": Report, "program.txt": ..., "traced.hlo.pb": ..., "inputs.json": ...}."""
-    with tempfile.TemporaryDirectory() as folder:
-        done = run(*arguments, AOT_TPU_OUTPUT=folder, **variables)
-        assert Path(folder, "report.json").exists(), done.stderr
-        files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
-    files["report.json"] = Report(**json.loads(files["report.json"]))
-    return files
-
-
 # ------------------------------------------------------------------------------------------------- devices of a slice
 @pytest.mark.parametrize(
     "script, options",
@@ -111,7 +102,7 @@ def test_a_ddp_step_with_two_backward_passes_is_traced_for_a_slice(tmp_path):
 def test_a_slice_of_512_devices_and_what_goes_between_its_two_halves():
     """Without --shard_parameters gradients alone are exchanged: within a slice, then a part of them with the other."""
     options = ("--placeholders", "--global_batch_size", "512", "--compile_for", "2xv5litepod-256")
-    files = asked(TINY, *options)
+    files = compiled(TINY, *options)
     r = files["report.json"]
     assert (r.devices, r.program, r.fits) == (512, "SPMD over 512 devices", True)
     gradients = 8 * 128 * 128 * 4 + 5 * 128 * 4

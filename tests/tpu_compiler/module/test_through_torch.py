@@ -63,6 +63,8 @@ class SmallNet(torch.nn.Module):
         self.pool, self.embedding = torch.nn.MaxPool2d(3, 2, 1), torch.nn.Embedding(7, 32)
         self.middle = torch.nn.Sequential(torch.nn.LayerNorm(32), torch.nn.Linear(32, 32), torch.nn.GELU())
         self.head = torch.nn.Sequential(torch.nn.GELU(approximate="tanh"), torch.nn.Linear(32, 5))
+        for parameter in self.middle[0].parameters():
+            torch.nn.init.normal_(parameter)
         self.register_buffer("places", torch.tensor([[0, 3, 3], [2, 0, 1], [1, 1, 1], [4, 0, 2]]))
 
     def forward(self, x):

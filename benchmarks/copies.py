@@ -48,8 +48,7 @@ OPTIONS = "--device=cpu --num_epochs=2 --max_shift=0 --no_tensorboard --eval_bat
 ADAM = "rates, decay and betas of groups"
 """The one kind with AdamW: it makes differences of 1e-7 in a gradient near 0 a different sign of a first step."""
 KINDS = RIGHT | MEANT
-DRAWS = ("dropout", "autoencoder whose code is drawn", "diffusion", "stochastic depth", "two passes that agree")
-DRAWS += ("mixup by a Beta distribution", "an energy sampled by Langevin")
+DRAWS = ("dropout", "autoencoder whose code is drawn")
 """Kinds whose numbers come from the device's own generator: plain PyTorch draws others."""
 OPTIMIZER = "        optimizer = make_optimizer(config, model.parameters())\n"
 TRACKED = "optimizer=optimizer, metrics=metrics)"
@@ -192,7 +191,7 @@ def in_plain_pytorch(folder: Path, kind: str, dataset: ImageDataset) -> tuple[li
 def refusal(stderr: str) -> str:
     """The last message, without the folder of the copy."""
     said = stderr.strip().splitlines()[-1]
-    return "refused: " + re.sub(r"^[\w.]*[Ee]rror: |/[^ ]*/", "", said)
+    return "refused: " + re.sub(r"^[\w.]*[Ee]rror: |(?<!\w)/[^ ]*/", "", said)
 
 
 def on_replicas(kind: str, folder: Path, num_replicas: int) -> list[float] | str:

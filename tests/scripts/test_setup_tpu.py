@@ -277,14 +277,18 @@ MACHINES = {  # what is broken -> (status, words of its finding, and of its fix)
         lambda m: (m.without_chips("cpu"), m.installed.pop("libtpu")),
         {"libtpu": ("warn", "not installed", XLA), "libtpu.so": ("warn", "no libtpu.so found", "libtpu==0.0.21")},
     ),
-    "packages of other releases": (
-        lambda m: m.installed.update(torch_xla="2.7.0", torchvision="0.19.0", libtpu="0.0.17", jax="0.8.0"),
+    "packages beside a torch_xla of another release": (
+        lambda m: m.installed.update(torch="2.8.0", torchvision="0.19.0", libtpu="0.0.17", jax="0.8.0"),
         {
-            "torch_xla": ("fail", "found 2.7.0 beside torch_xla 2.7.0, expected 2.9.0", XLA),
-            "torchvision": ("fail", "found 0.19.0 beside torch_xla 2.7.0, expected 0.24.*", XLA),
-            "libtpu": ("fail", "found 0.0.17 beside torch_xla 2.7.0, expected 0.0.21", XLA),
-            "jax": ("fail", "found 0.8.0 beside torch_xla 2.7.0, expected 0.7.1", XLA),
+            "torch": ("fail", "found 2.8.0 beside torch_xla 2.9.0, expected 2.9.0", "torch==2.9.0"),
+            "torchvision": ("fail", "found 0.19.0 beside torch_xla 2.9.0, expected 0.24.*", XLA),
+            "libtpu": ("fail", "found 0.0.17 beside torch_xla 2.9.0, expected 0.0.21", XLA),
+            "jax": ("fail", "found 0.8.0 beside torch_xla 2.9.0, expected 0.7.1", XLA),
         },
+    ),
+    "torch_xla of a release that is not known": (
+        lambda m: m.installed.update(torch_xla="2.7.0"),
+        {"torch_xla": ("fail", "found 2.7.0", XLA)},
     ),
     "chips busy on a spot VM that is taken back": (
         lambda m: (m.busy("/dev/accel0"), m.pages.update(preempted="TRUE")),
@@ -302,7 +306,7 @@ MACHINES = {  # what is broken -> (status, words of its finding, and of its fix)
         {"tpu holder": ("fail", "libtpu_lockfile open", "kill 4242 ")},
     ),
     "no permission for chips and libtpu's lock": (
-        lambda m: (m.nodes(ACCEL, 0o600), m.lock(0o600)),
+        lambda m: (m.nodes(ACCEL, 0o644), m.lock(0o600)),  # may be read
         {
             "device nodes": ("fail", "may not open", "chmod a+rw"),
             "tpu holder": ("fail", "libtpu_lockfile belongs to user", "chmod a+rw"),

@@ -69,11 +69,11 @@ def losses(each: str, correct: str = "loss * 0") -> list[tuple[str, str]]:
     return [*edits, (NO_MASK, f"{NO_MASK.replace('labels,', 'loss,')}        correct = {correct}\n")]
 
 
-def regression(outputs: int, *edits) -> list[tuple[str, str]]:
-    """The script with so many outputs and a loss of targets, and these edits."""
+def regression(outputs: int) -> list[tuple[str, str]]:
+    """The script with so many outputs and a loss of targets."""
     squares = '        loss = F.mse_loss(logits, labels, reduction="none")\n        correct = loss * 0\n'
     training = (TRAINED, "    loss = F.mse_loss(logits, labels)\n")
-    return [swap(HEAD, "10", str(outputs)), training, (CORRECT + LOSS, squares), *edits]
+    return [swap(HEAD, "10", str(outputs)), training, (CORRECT + LOSS, squares)]
 
 
 def drawing_from(module: str) -> list[tuple[str, str]]:
@@ -267,18 +267,9 @@ REFUSED = {
     "the first batch alone": ([("for batch in test_batches]", "for batch in test_batches[:1]]")], "of the same in"),
     "mask as a column": ([(NO_MASK, "        counted = mask[:, None]\n")], "of the same in|expected 0 to 1"),
     "mask the wrong way round": ([(NO_MASK, "        counted = 1 - mask\n")], "fails on 11|gives"),
-    "mask on the logits": (
-        [after(LOGITS, "        logits *= mask[:, None]\n"), swap(SUMS, "(correct * counted)", "correct")],
-        "of the same in",
-    ),
     "accuracy of a fixed batch size": ([swap(RESULT, "loss / count", "loss / (512 * len(sums))")], OTHER),
-    "targets (N, 1), mask (B,)": ("column", regression(1, WHOLE_MASK), "of the same in"),
+    "targets (N, 1), mask (B,)": ("column", [*regression(1), WHOLE_MASK], "of the same in"),
     "output (B, 1), targets (N,)": ("targets", regression(1), "Using a target size .* a value for each label"),
-    "targets (N, 1), output (B,)": (
-        "column",
-        regression(1, (FORWARD, "        return self.head(x)[:, 0]\n")),
-        "Using a target size .* a value for each label",
-    ),
     "targets as classes": ("targets", [], r"labels here: float32|expected the same shape"),
     "a class for each pixel, mask (B,)": ("pixels", [*PIXELS, WHOLE_MASK], "fails on 11 examples"),
     "accuracy of pixels over examples": (

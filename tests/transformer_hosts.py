@@ -1,7 +1,8 @@
 """transformer_tpu.py as one of several hosts that each have all devices: what they agree on, without a TPU.
 
-XLA's CPU client knows no other process (tests/distributed_hosts.py), so every host computes the whole batch, on the
-devices of all; meeting, agreeing and who writes what are real.
+XLA's CPU client knows no other process (with PJRT_LOCAL_PROCESS_COUNT or a coordinator's address each still sees itself
+as process 0 of 1), so every host computes the whole batch, on the devices of all; meeting, agreeing and who writes what
+are real.
 
     python tests/transformer_hosts.py INDEX COUNT PORT [--devices_per_host=N] OPTIONS...
 

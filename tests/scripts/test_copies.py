@@ -2,7 +2,7 @@
 
 import json
 import re
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -23,12 +23,10 @@ MATRIX = [*SHORT, "--save_every=1", "--keep_checkpoints=9", "--log_every=3", "--
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """The folder of the cells that a script has trained: trained(script)."""
-    folders = {}
 
+    @cache
     def train(script: str):
-        if script in folders:
-            return folders[script]
-        folder = folders[script] = tmp_path_factory.mktemp(script)
+        folder = tmp_path_factory.mktemp(script)
         if script == "distributed":  # over 4 devices
             done = run("tests/small_models.py", folder, *MATRIX, XLA_FLAGS=QUICKLY_COMPILED)
             assert done.returncode == 0, done.stderr

@@ -43,10 +43,19 @@ RECIPE += ["--log_every", "1", "--no-tensorboard"]
 TOLERANCE = 1e-5
 
 
-def train(run_dir, *options, name="distributed_mnist_tpu.py", **environment):
-    """(exit code, stdout, stderr)"""
+def train(run_dir, *options, code=0, name="distributed_mnist_tpu.py", **environment):
+    """The run, which has ended with this code."""
     done = run(name, *RECIPE, "--device", "cpu", "--run_dir", run_dir, *options, **environment)
-    return done.returncode, done.stdout, done.stderr
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def by_replicas(folder, count: int, num_steps: int, model, *options) -> dict:
+    """What so many replicas of ddp_mnist_tpu.py find, traced as they are and run as one program."""
+    for arguments in (("trace", folder, count, num_steps, model, *options), ("run", folder)):
+        done = run("tests/distributed_replicas.py", *arguments)
+        assert done.returncode == 0, done.stderr
+    return json.loads((folder / "curve.json").read_text())
 
 
 # ------------------------------------------------------------------------------------------------------- parity ladder
@@ -68,18 +77,15 @@ def ladder(tmp_path_factory):
     def step_of_ladder(name):
         if name == "replicas_8":
             (folder / name).mkdir()
-            program = "tests/distributed_replicas.py"
-            done = run(program, "trace", folder / name, 8, NUM_STEPS, "ConvNet", *RECIPE)
-            done = done if done.returncode else run(program, "run", folder / name)
-            return done.returncode, done.stdout, done.stderr
-        which = SCRIPTS.get(name, "distributed_mnist_tpu.py")
-        dump = f"{COMPILED} --xla_dump_to={folder / name / 'programs'}"  # as text; a script knows these flags
-        return train(folder / name, *LADDER[name], name=which, XLA_FLAGS=dump)
+            by_replicas(folder / name, 8, NUM_STEPS, "ConvNet", *RECIPE)
+        else:
+            which = SCRIPTS.get(name, "distributed_mnist_tpu.py")
+            dump = f"{COMPILED} --xla_dump_to={folder / name / 'programs'}"  # as text; a script knows these flags
+            train(folder / name, *LADDER[name], name=which, XLA_FLAGS=dump)
 
     names = ["replicas_8", *LADDER]
     with ThreadPoolExecutor(2) as pool:
-        for name, (code, out, err) in zip(names, pool.map(step_of_ladder, names), strict=True):
-            assert code == 0, f"{name}: {out}\n{err}"
+        list(pool.map(step_of_ladder, names))
     return {name: folder / name for name in names}
 
 
@@ -129,13 +135,8 @@ def test_eight_ddp_replicas_equal_plain_pytorch(ladder):
 
 def test_replicas_of_ddp_drop_what_one_device_would_drop(tmp_path):
     """Each of four has every fourth row of the batch, and the masks of these rows."""
-    program, options = "tests/distributed_replicas.py", RECIPE
-    for arguments in (("trace", tmp_path, 4, 6, "DroppingDigits", *options), ("run", tmp_path)):
-        done = run(program, *arguments)
-        assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "curve.json").read_text())
     expected = plain_pytorch(DroppingDigits, 6)
-    for losses in found["losses"]:
+    for losses in by_replicas(tmp_path, 4, 6, "DroppingDigits", *RECIPE)["losses"]:
         np.testing.assert_allclose(losses, expected, rtol=TOLERANCE)
 
 
@@ -149,11 +150,7 @@ def test_a_step_with_two_backward_passes_is_one_program_of_the_replicas(tmp_path
         np.save(tmp_path / f"{name}_images.npy", draw.integers(0, 255, (64, 8, 8), np.uint8))
         np.save(tmp_path / f"{name}_labels.npy", draw.integers(0, 10, 64))
     options = ("--device=cpu", f"--data_dir={tmp_path}", "--global_batch_size=16", "--warmup_steps=1")
-    program = "tests/distributed_replicas.py"
-    for arguments in (("trace", tmp_path, 4, 3, tmp_path / "mine.py", *options), ("run", tmp_path)):
-        done = run(program, *arguments)
-        assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "curve.json").read_text())
+    found = by_replicas(tmp_path, 4, 3, tmp_path / "mine.py", *options)
     assert found["weights_apart"] == 0 and np.isfinite(found["losses"]).all()
 
 
@@ -188,38 +185,25 @@ def test_every_test_example_counts_once(ladder, name):
 
 
 # ---------------------------------------------------------------------------------------------------- what is sharded
-def compiled_step(run_dir):
-    """The partitioned program of the train step, one device's view."""
+def inputs_of_step(run_dir) -> list[str]:
+    """Shapes of what one device gets in the partitioned program of the train step."""
     (path,) = (run_dir / "programs").glob("*train_step*cpu_after_optimizations.txt")
     text = path.read_text()
-    return text, re.findall(r"= (\w+\[[\d,]*\])\S* parameter\(", text[text.index("ENTRY") :])
+    return re.findall(r"= (\w+\[[\d,]*\])\S* parameter\(", text[text.index("ENTRY") :])
 
 
-def test_batch_is_sharded_and_parameters_are_copied(ladder):
-    text, inputs = compiled_step(ladder["spmd_8"])
-    assert "u8[8,8,8]" in inputs and "s32[8]" in inputs  # 8 of 64 examples per device
-    assert inputs.count("f32[128,256]") == 3  # weight and two moments, whole
-    assert "all-gather(" not in text
-
-
-def test_fsdp_shards_parameters_and_optimizer_state(ladder):
-    text, inputs = compiled_step(ladder["fsdp_4"])
-    assert inputs.count("f32[32,256]") == 3 and "f32[128,256]" not in inputs
-    assert inputs.count("f32[16,32,3,3]") == 3 and inputs.count("f32[10,32]") == 3
-    assert "all-gather(" in text
-    # and what comes out is sharded as well, or step 2 would be another program
-    outputs = re.search(r"->\s*\((.*)\) \{", text[text.index("ENTRY") :])[1]
-    assert outputs.count("f32[32,256]") == 3 and "f32[128,256]" not in outputs
+def test_the_batch_is_sharded_and_by_fsdp_parameters_and_optimizer_state(ladder):
+    spmd, fsdp = (inputs_of_step(ladder[name]) for name in ("spmd_8", "fsdp_4"))
+    assert "u8[8,8,8]" in spmd and "s32[8]" in spmd  # 8 of 64 examples per device
+    assert spmd.count("f32[128,256]") == 3  # weight and two moments, whole
+    assert "u8[16,8,8]" in fsdp and "f32[128,256]" not in fsdp
+    assert [fsdp.count(shard) for shard in ("f32[32,256]", "f32[16,32,3,3]", "f32[10,32]")] == [3, 3, 3]
 
 
 def test_ddp_step_reduces_each_gradient_once(ladder):
-    """One all-reduce holds all gradients, one counts the labels, one is of the loss for the log; the f32[] beside each
-    is torch_xla's token."""
+    """One all-reduce holds all gradients, one counts the labels, one is of the loss for the log."""
     text = (ladder["replicas_8"] / "program.txt").read_text()
-    shapes = re.findall(r"= \((.*), f32\[\]\) all-reduce\(", text)
-    model = script.ConvNet(8, 32, 128)
-    total = sum(p.numel() for p in model.parameters())
-    assert sorted(shapes) == [f"f32[{total}]{{0}}", "f32[]", "f32[]"]
+    assert text.count(" all-reduce(") == 3
     assert not re.search(r"all-gather|all-to-all|reduce-scatter|collective-permute", text)
 
 
@@ -240,25 +224,6 @@ def test_parts_are_disjoint_complete_and_make_the_same_batches(num_parts):
     for epoch in epochs:
         assert len(set(epoch)) == NUM_STEPS * config.global_batch_size  # no repeats
     assert epochs[0] != epochs[1], "reshuffled"
-
-
-@pytest.mark.parametrize("part, num_parts", [(0, 1), (3, 8)])
-def test_same_examples_and_pixels_after_resume(part, num_parts):
-    config = parse_command_line(DistributedMnistConfig, "", [*RECIPE, "--max_shift", "2", "--num_epochs", "2"])
-    dataset = load_dataset(config)
-    whole, resumed = (TrainBatches(dataset, config, part, num_parts) for _ in range(2))
-    expected = [whole.batch(step) for step in range(30)]
-    for step in range(25, 30):
-        assert all(np.array_equal(a, b) for a, b in zip(expected[step], resumed.batch(step), strict=True))
-
-
-def test_an_example_is_shifted_alike_on_any_replica():
-    config = parse_command_line(DistributedMnistConfig, "", [*RECIPE, "--max_shift", "2"])
-    dataset = load_dataset(config)
-    images, _ = TrainBatches(dataset, config).batch(0)
-    for replica in range(4):
-        part, _ = TrainBatches(dataset, config, replica, 4).batch(0)
-        assert np.array_equal(part, images[replica::4])
 
 
 # ------------------------------------------------------------------------------------------------ stopping and resuming
@@ -282,13 +247,11 @@ def test_fsdp_stopped_and_resumed_on_the_same_and_on_other_devices(ladder, tmp_p
     assert {name: p.shape for name, p in weights.items()} == {name: p.shape for name, p in whole.items()}
     shutil.copytree(tmp_path / "same", tmp_path / "other")
 
-    code, out, err = train(tmp_path / "same", *options, "--resume", "must")
-    assert code == 0, out + err
+    train(tmp_path / "same", *options, "--resume", "must")
     assert losses_in(tmp_path / "same") == losses_in(ladder["fsdp_4"])  # bit-identical
     assert summary_in(tmp_path / "same")["test_loss"] == summary_in(ladder["fsdp_4"])["test_loss"]
 
-    code, out, err = train(tmp_path / "other", *LADDER["spmd_2"], "--resume", "must")
-    assert code == 0, out + err
+    train(tmp_path / "other", *LADDER["spmd_2"], "--resume", "must")
     np.testing.assert_allclose(losses_in(tmp_path / "other"), losses_in(ladder["fsdp_4"]), rtol=TOLERANCE)
 
 
@@ -304,8 +267,7 @@ def test_a_finished_run_that_is_resumed_changes_nothing(ladder):
 def test_ddp_stopped_and_resumed(ladder, tmp_path):
     name = "ddp_mnist_tpu.py"
     assert stop_after_step(tmp_path / "run", 3, *LADDER["ddp_1"], name=name) == 143
-    code, out, err = train(tmp_path / "run", *LADDER["ddp_1"], "--resume", "must", name=name)
-    assert code == 0, out + err
+    train(tmp_path / "run", *LADDER["ddp_1"], "--resume", "must", name=name)
     assert losses_in(tmp_path / "run") == losses_in(ladder["ddp_1"])
     last = f"checkpoints/step_{NUM_STEPS:08d}"
     found, expected = (
@@ -327,15 +289,13 @@ def test_torchrun_stopped_and_resumed(ladder, tmp_path):
     out, err = first.communicate(timeout=600)
     assert "saved after step" in out and first.returncode != 0, out + err
     # one replica needs no launcher
-    code, out, err = train(run_dir, *LADDER["ddp_1"], "--resume", "must", name="ddp_mnist_tpu.py")
-    assert code == 0, out + err
+    train(run_dir, *LADDER["ddp_1"], "--resume", "must", name="ddp_mnist_tpu.py")
     assert losses_in(run_dir) == losses_in(ladder["ddp_1"])
 
 
 # ------------------------------------------------------------------------------------------------------------ bad input
 def test_indivisible_batch_is_refused_with_the_nearest_that_works(tmp_path):
-    code, _, err = train(tmp_path / "run", "--num_virtual_devices", "8", "--global_batch_size", "60")
-    assert code == 2
+    err = train(tmp_path / "run", "--num_virtual_devices", "8", "--global_batch_size", "60", code=2).stderr
     assert "global_batch_size is 60 but there are 8 devices" in err and "56 or 64" in err
     assert "Traceback" not in err and not (tmp_path / "run").exists()
 
@@ -370,40 +330,6 @@ def test_ddp_has_no_options_that_change_nothing_there(option, capsys):
     with pytest.raises(SystemExit) as stop:
         parse_command_line(DdpMnistConfig, "", [option])
     assert stop.value.code == 2
-
-
-# ---------------------------------------------------------------------------------------------------------------- hosts
-def start_host(index, count, port, seconds):
-    slice_of = dict(TPU_SKIP_MDS_QUERY=1, TPU_WORKER_ID=index, TPU_WORKER_HOSTNAMES=",".join(["localhost"] * count))
-    return start("tests/distributed_hosts.py", port, seconds, **slice_of)
-
-
-def test_two_hosts_meet_agree_and_read_disjoint_parts():
-    port = free_port()
-    processes = [start_host(index, 2, port, seconds=600) for index in (0, 1)]
-    results = [process.communicate() for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], results
-    found = [json.loads(out.splitlines()[-1]) for out, _ in results]
-    for index, (host, (out, _)) in enumerate(zip(found, results, strict=True)):
-        assert f"host       {index} of 2" in out
-        assert (host["index"], host["count"]) == (index, 2)
-        assert host["from_first"] == "said by host 0" and host["error"] == "raised by host 0"
-        assert host["largest"] == 15
-    config = parse_command_line(DistributedMnistConfig, "", [])
-    whole = TrainBatches(load_dataset(config), config)
-    for step, (first, second) in enumerate(zip(found[0]["ids"], found[1]["ids"], strict=True)):
-        assert not set(first) & set(second)
-        assert sorted(first + second) == sorted(whole.ids(step).tolist())
-
-
-@pytest.mark.parametrize("index, missing", [(0, "host 1 (localhost), host 2 (localhost)"), (1, "host 0 (localhost)")])
-def test_missing_hosts_are_named_with_the_command(index, missing):
-    process = start_host(index, 3, free_port(), seconds=1)
-    _, err = process.communicate()
-    assert process.returncode == 1
-    assert f"host {index} of 3 waited 1 s for {missing}" in err
-    assert re.search(r"--worker=all --command='cd \S+ && \S*python\S* tests/distributed_hosts.py", err)
-    assert "Traceback" not in err
 
 
 # ------------------------------------------------------------------------------------------------------- both scripts

@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import signal
 import subprocess
 from pathlib import Path
 
@@ -11,16 +10,13 @@ import processes
 import pytest
 import safetensors.torch
 import torch
-import torch.nn.functional as F
-from processes import ROOT, Script, run, waits
-from run_files import assert_identical, losses_in, read_lines, state_in, summary_in
+from processes import ROOT, Script, run
+from run_files import losses_in, summary_in
 
-from config import MnistConfig
-from images.arrays import ImageDataset, TrainBatches
+from images.arrays import ImageDataset
 from images.made import make_stripes
 from tools import copy_example
 from tpu_utils.options.parsing import parse_command_line
-from tpu_utils.step.optim import learning_rates
 
 PAGE = (ROOT / "README.md").read_text()
 SECTION = PAGE[PAGE.index("## Copy one and make it yours") : PAGE.index("## On a TPU VM")]
@@ -42,27 +38,21 @@ finally:
     print("imported", *(getattr(module, "__file__", None) for module in list(sys.modules.values())))
 """
 MY_MODEL = """
-import torch
 from torch import nn
+
+
+def normed(inputs, outputs, stride):
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU())
 
 
 class Net(nn.Module):
     def __init__(self, num_classes):
         super().__init__()
-        self.conv = nn.Conv2d(3, 8, 3, padding=1, bias=False)
-        self.norm = nn.BatchNorm2d(8)
-        self.conv1 = nn.Conv2d(8, 16, 3, stride=2, padding=1, bias=False)
-        self.norm1 = nn.BatchNorm2d(16)
-        self.conv2 = nn.Conv2d(16, 16, 3, padding=1, bias=False)
-        self.norm2 = nn.BatchNorm2d(16)
-        self.shortcut = nn.Conv2d(8, 16, 1, stride=2, bias=False)
+        self.layers = nn.Sequential(normed(3, 8, 1), normed(8, 16, 2), normed(16, 16, 1))
         self.head = nn.Linear(16, num_classes)
 
     def forward(self, images):
-        x = torch.relu(self.norm(self.conv(images)))
-        y = torch.relu(self.norm1(self.conv1(x)))
-        x = torch.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
-        return self.head(x.mean((2, 3)))
+        return self.head(self.layers(images).mean((2, 3)))
 """
 OPTIONS = "--device=cpu --max_shift=2 --optimizer=sgd --learning_rate=0.1 --warmup_steps=4 --log_every=1".split()
 
@@ -131,10 +121,6 @@ def start(mine, run_dir, *options) -> Script:
     return Script("simple_mnist_tpu.py", "--data_dir=.", *OPTIONS, f"--run_dir={run_dir}", *options, folder=mine)
 
 
-NOT_ASKED_FOR = {"files", "mnist_files", "sgd", "best", "refusals", "stored", "resume"}
-NOT_ASKED_FOR |= {"memory", "saved", "loading", "sharded_tensors", "torch_compile", "dynamo"}
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_copy_of_each_script_trains_by_itself_with_all_deleted_that_may_be(script, tmp_path):
     copied(f".venv/bin/python -m tools.copy_example {script} ../mine", tmp_path / "mine")
@@ -146,8 +132,6 @@ def test_a_copy_of_each_script_trains_by_itself_with_all_deleted_that_may_be(scr
     imported = done.text("out").rpartition("imported ")[2].split()
     ours = {name for name in imported if name.startswith(str(ROOT)) and "/.venv/" not in name}
     assert ours <= {processes.__file__}, "imported from the checkout"
-    if script == "simple_mnist_tpu.py":  # digits, AdamW, a new directory
-        assert not {Path(name).stem for name in imported if name.startswith(str(tmp_path))} & NOT_ASKED_FOR
 
 
 def test_each_row_names_what_a_copy_has(tmp_path):
@@ -178,13 +162,14 @@ def test_the_command_says_what_it_copied_and_where_to_begin(tmp_path):
     for name, line in re.findall(r"(\w+), line (\d+)", said):
         assert re.match(rf"(class|def) {name}\b", lines[int(line) - 1]), said
     assert not list((tmp_path / "mine").rglob("__pycache__"))
+    done = Script("simple_mnist_tpu.py", "--compile_for=v5litepod-1", folder=tmp_path / "mine")
+    assert done.wait() == 2 and "compile_for needs the folder tpu_compiler" in done.text("err"), done.text("err")
 
 
 @pytest.mark.parametrize(
     "script, target, said",
     [
         ("simple_mnist.py", "new", "no training script; expected .*; did you mean simple_mnist_tpu.py"),
-        ("setup_tpu.py", "new", "no training script"),
         ("simple_mnist_tpu.py", "full", "is there already; expected a new folder, or an empty one"),
         ("simple_mnist_tpu.py", ROOT / "tests" / "new", "is inside a folder of this project"),
     ],
@@ -195,12 +180,6 @@ def test_a_copy_that_cannot_be_made_is_refused_and_nothing_is_written(tmp_path, 
     done = run("tools.copy_example", script, tmp_path / target)
     assert done.returncode == 2 and re.search(said, done.stderr), done.stderr
     assert [path.name for path in tmp_path.rglob("*")] == ["full", "thesis"] and not (ROOT / "tests" / "new").exists()
-
-
-def test_without_the_compiler_a_copy_says_what_compile_for_needs(tmp_path):
-    copied(".venv/bin/python -m tools.copy_example simple_mnist_tpu.py ../mine", tmp_path / "mine")
-    done = Script("simple_mnist_tpu.py", "--compile_for=v5litepod-1", folder=tmp_path / "mine")
-    assert done.wait() == 2 and "compile_for needs the folder tpu_compiler" in done.text("err"), done.text("err")
 
 
 def test_options_of_a_copy_for_many_devices_are_those_of_the_page():
@@ -253,38 +232,3 @@ def test_an_epoch_of_somebodys_own(mine):
     missing = start(mine, "runs/missing")
     assert missing.wait() == 2 and "test_labels.npy: no such file; expected an array" in missing.text("err")
     (mine / "away.npy").rename(mine / "test_labels.npy")
-
-
-@pytest.mark.slow
-def test_a_resnet_of_ones_own_learns_as_plain_pytorch_does_and_survives_kill_9(mine):
-    """Accuracy within 0.2 points of a loop that shares nothing with the script but the batches and the schedule."""
-    options = ["--num_epochs=6", "--save_every=10", "--keep_checkpoints=99"]
-    whole, killed = start(mine, "runs/whole", *options), start(mine, "runs/killed", *options)
-    waits(lambda: (mine / "runs/killed/checkpoints/step_00000030/done").exists(), alive=killed)
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
-    assert not (mine / "runs/killed/summary.json").exists()
-    resumed = Script("simple_mnist_tpu.py", "--run_dir=runs/killed", "--resume=must", folder=mine)
-    for script in (whole, resumed):
-        assert script.wait() == 0, script.text("err")
-    steps = read_lines(mine / "runs/whole")[-1]["step"]
-    assert_identical(*(state_in(mine / f"runs/{name}/checkpoints/step_{steps:08d}") for name in ("whole", "killed")))
-
-    data, config = arrays(), MnistConfig(num_epochs=6, max_shift=2, learning_rate=0.1, warmup_steps=4)
-    namespace: dict = {}
-    exec(MY_MODEL, namespace)
-    torch.manual_seed(0)
-    model = namespace["Net"](5)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    batches = TrainBatches(data, config)
-    for step, rate in enumerate(learning_rates(config, batches.num_steps)):
-        images, labels = map(torch.from_numpy, batches.batch(step))
-        optimizer.param_groups[0]["lr"] = rate.item()
-        optimizer.zero_grad()
-        F.cross_entropy(model(images), labels.long()).backward()
-        optimizer.step()
-    with torch.no_grad():
-        right = model.eval()(torch.from_numpy(data.test_images)).argmax(1).numpy() == data.test_labels
-    summary = summary_in(mine / "runs/whole")
-    print(f"plain PyTorch {right.mean():.4f}, ours {summary['test_accuracy']:.4f}, {len(right)} test images")
-    assert summary["test_accuracy"] == pytest.approx(right.mean(), abs=0.002) and right.mean() > 0.9

@@ -1,7 +1,7 @@
 """Scripts on both backends, unchanged: torch_xla and torch.compile. The simplest one is a copy.
 
-The environment of the torch.compile backend is made of requirements-compile.txt, once for all tests here, and is then
-removed. There is no TPU: torch runs the one graph that Dynamo has made.
+The environment of the second is made of requirements-compile.txt, once for all tests here, and is then removed. There
+is no TPU: torch runs the one graph that Dynamo has made.
 """
 
 import csv
@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import venv
@@ -37,11 +36,12 @@ LANGUAGE += " --num_layers 1 --embedding_dim 64 --global_batch_size 8 --dropout 
 LANGUAGE += " --optimizer muon --remat --no_tensorboard"
 PROCESSES = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4")
 
-IN_ONE_GRAPH = """import os
+REFUSED = """import os
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # as the command line of a script does for --device cpu
 import torch
 from tpu_utils.base.process import Goodput
-from tpu_utils.base.errors import RecompileError
+from tpu_utils.base.errors import InputError, RecompileError
+from tpu_utils.device import compile_step
 from tpu_utils.step.graphs import StepWatch, one_graph
 
 @one_graph
@@ -60,74 +60,25 @@ def asks(x):
 def alone(x):
     return x * 3
 
-watch = StepWatch([double, reads, asks], Goodput())
-for step in (double, alone):
-    step(torch.ones(2)), step(torch.ones(2))
-for step, size in ((double, 3), (reads, 2), (asks, 2), (alone, 3)):
-    try:
-        step(torch.ones(size))
-    except RecompileError as error:
-        print(error)
-"""
-
-LEFT_BEHIND = """import os
-os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-import torch
-from tpu_utils.device import compile_step
-from tpu_utils.base.errors import InputError
-
 @compile_step
-def step(model, x):
+def leaves(model, x):  # by torch 2.13 gradients behind
     model(x).sum().backward()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter -= 0.01 * parameter.grad
             parameter.grad = None
 
-try:
-    step(torch.nn.Linear(2, 2), torch.ones(1, 2))
-except InputError as error:
-    print(error)
+watch = StepWatch([double, reads, asks], Goodput())
+for step in (double, alone):
+    step(torch.ones(2)), step(torch.ones(2))
+longer = torch.ones(3)
+calls = [(step, longer) for step in (double, reads, asks, alone)]
+for step, *given in (*calls, (leaves, torch.nn.Linear(3, 2), longer)):
+    try:
+        step(*given)
+    except (InputError, RecompileError) as error:
+        print(error)
 """
-
-
-FUNCTIONS = """import os, runpy, sys
-os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-import torch
-from tpu_utils.device import compile_step, dynamo
-
-NAMES = ("autograd_function_apply", "scaled_dot_product_attention")
-seen, compile_graph = set(), dynamo._compile_graph
-
-def look(kind, graph, inputs):
-    for module in graph.modules():
-        nodes = module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ()
-        seen.update(name for name in NAMES for node in nodes if name in str(node.target))
-    return compile_graph(kind, graph, inputs)
-
-dynamo._compile_graph = look
-
-class Own(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2
-
-@compile_step
-def own(x):
-    Own.apply(x).sum().backward()
-
-sys.argv = sys.argv[1:]
-sys.path.insert(0, os.path.dirname(sys.argv[0]))
-try:
-    runpy.run_path(sys.argv[0], run_name="__main__")
-finally:
-    print("seen", *sorted(seen))
-"""
-
 
 WHAT_A_TORCH_DOES = """import os
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
@@ -180,34 +131,22 @@ for step in (backward, own_function, gradients_asked_for):
 
 
 class TorchCompile:
-    """The torch.compile backend's Python, and the folder that the script was copied to."""
+    """A Python with these requirements and no torch_xla, and the folder that the script was copied to."""
 
-    def __init__(self, folder):
-        self.mine, self.python, self.pip = folder / "mine", folder / "venv" / "bin" / "python", None
+    def __init__(self, folder: Path, requirements: Path):
+        self.mine, self.python = folder / "mine", folder / "venv" / "bin" / "python"
         done = run("tools.copy_example", "simple_mnist_tpu.py", self.mine)
         assert done.returncode == 0, done.stderr
-
-    def begin_install(self, requirements: Path) -> None:
-        if (free := shutil.disk_usage(self.mine).free / 2**30) < NEEDED_GIB:
-            pytest.skip(f"{self.mine} has {free:.1f} GiB free; an environment with another torch may need {NEEDED_GIB}")
-        venv.create(self.python.parent.parent)
+        if (free := shutil.disk_usage(folder).free / 2**30) < NEEDED_GIB:
+            pytest.skip(f"{folder} has {free:.1f} GiB free; an environment with another torch may need {NEEDED_GIB}")
+        venv.create(folder / "venv")
         # those of the packages of this environment have not these
         environment = {n: v for n, v in os.environ.items() if n not in ("PIP_NO_INDEX", "PIP_FIND_LINKS")}
         command = [sys.executable, "-m", "pip", "--python", self.python, "install", "-q", "--no-input"]
         command += ["--disable-pip-version-check", "--no-compile", "-r", requirements]
-        settings = dict(env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
-        self.pip = subprocess.Popen(command, **settings)
-
-    def end_install(self) -> None:
-        _, errors = self.pip.communicate()
-        if self.pip.returncode:
-            pytest.skip(f"pip cannot install {self.pip.args[-1].name}: {errors.strip().splitlines()[-1]}")
-
-    def close(self) -> None:
-        if self.pip and self.pip.poll() is None:
-            os.killpg(self.pip.pid, signal.SIGKILL)
-            self.pip.wait()
-        shutil.rmtree(self.python.parent.parent, ignore_errors=True)
+        done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            pytest.skip(f"pip cannot install {requirements.name}: {done.stderr.strip().splitlines()[-1]}")
 
     def run(self, *arguments, code: int = 0, folder: Path | None = None) -> str:
         """Its output; of another exit code its errors."""
@@ -240,28 +179,23 @@ OLDER = "2.11.0"
 
 
 @pytest.fixture(scope="module")
-def older(request, tmp_path_factory):
-    """That of another torch: gigabytes which are fetched while other tests run."""
-    made = TorchCompile(folder := tmp_path_factory.mktemp("older"))
-    if any(item.name.endswith(f"[{OLDER}]") for item in request.session.items):
-        kept = [line for line in REQUIREMENTS.read_text().splitlines() if not re.match("torch|libtpu", line)]
-        (folder / "requirements.txt").write_text("\n".join([f"torch=={OLDER}", *kept]))
-        made.begin_install(folder / "requirements.txt")
-    yield made
-    made.close()
+def older(tmp_path_factory):
+    """With another torch: gigabytes."""
+    folder = tmp_path_factory.mktemp("older")
+    kept = [line for line in REQUIREMENTS.read_text().splitlines() if not re.match("torch|libtpu", line)]
+    (folder / "requirements.txt").write_text("\n".join([f"torch=={OLDER}", *kept]))
+    yield TorchCompile(folder, folder / "requirements.txt")
+    shutil.rmtree(folder / "venv")
 
 
 @pytest.fixture(scope="module")
-def torch_compile(older, tmp_path_factory):
-    made = TorchCompile(folder := tmp_path_factory.mktemp("torch_compile"))
-    try:
-        made.begin_install(REQUIREMENTS)
-        made.end_install()
-        for backend in ("torch_xla", "torch_compile"):
-            made.train(backend, folder / backend)
-        yield made
-    finally:
-        made.close()
+def torch_compile(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("torch_compile")
+    made = TorchCompile(folder, REQUIREMENTS)
+    for backend in ("torch_xla", "torch_compile"):
+        made.train(backend, folder / backend)
+    yield made
+    shutil.rmtree(folder / "venv")
 
 
 def resumed(torch_compile, backend: str, before: str):
@@ -274,16 +208,23 @@ def resumed(torch_compile, backend: str, before: str):
     return target
 
 
+def assert_alike(folder, expected) -> None:
+    """The losses of a run and of the other backend's, and its graphs."""
+    losses = losses_in(expected)
+    assert len(losses) > 2 and losses[-1] < losses[0]
+    np.testing.assert_allclose(losses_in(folder), losses, rtol=TOLERANCE)
+    summary = summary_in(folder)
+    assert (summary["train_graphs"], summary["eval_graphs"]) == (1, 1)
+
+
 @pytest.mark.slow
 def test_twenty_losses_and_one_graph_on_each_backend(torch_compile):
     one, two = (torch_compile.mine.parent / backend for backend in ("torch_xla", "torch_compile"))
-    losses = losses_in(one)
-    assert len(losses) == 20 and losses[-1] < losses[0]
-    np.testing.assert_allclose(losses_in(two), losses, rtol=TOLERANCE)
-    for folder, uploads in ((one, 0.0), (two, None)):  # nobody counts them there
-        summary = summary_in(folder)
-        assert (summary["train_graphs"], summary["eval_graphs"]) == (1, 1)
-        assert summary["host_to_device_uploads_per_step"] == uploads
+    assert len(losses_in(one)) == 20
+    assert_alike(one, one)
+    assert_alike(two, one)
+    uploads = [summary_in(folder)["host_to_device_uploads_per_step"] for folder in (one, two)]
+    assert uploads == [0.0, None]  # nobody counts them there
 
 
 @pytest.mark.slow
@@ -316,37 +257,16 @@ def test_a_checkpoint_of_torch_xla_goes_on_upon_the_torch_compile_backend(torch_
 
 
 @pytest.mark.slow
-def test_a_second_graph_and_a_read_are_refused(torch_compile):
-    program = torch_compile.mine / "one_graph.py"
-    program.write_text(IN_ONE_GRAPH)
-    double, reads, asks, alone = torch_compile.run(program).splitlines()
+def test_a_second_graph_a_read_and_another_result_are_refused(torch_compile):
+    program = torch_compile.mine / "refused.py"
+    program.write_text(REFUSED)
+    double, reads, asks, alone, leaves = torch_compile.run(program).splitlines()
     assert double == "step 3 compiled graph 2 of double, expected 1: x was float32[2], is float32[3]"
     assert alone == "call 3 compiled graph 2 of alone, expected 1: x was float32[2], is float32[3]"
-    assert reads.startswith(f"torch.compile makes no one graph of reads, at {program}:14: it reads a tensor; expected")
-    assert asks.startswith(f"torch.compile makes no one graph of asks, at {program}:18: Data-dependent branching; exp")
-
-
-@pytest.mark.slow
-def test_a_graph_that_computes_something_else_is_refused(torch_compile):
-    """By this torch it leaves gradients behind; by 2.11 some Functions lose theirs."""
-    program = torch_compile.mine / "left_behind.py"
-    program.write_text(LEFT_BEHIND)
-    said = (
-        r"torch.compile of torch 2\S+ computes something else of step than PyTorch without it: its first call changes "
-    )
-    assert re.match(
-        said + r"gradients left behind of model.bias by 1.4\d*, expected 0 .*; use zero_grad",
-        torch_compile.run(program),
-    )
-
-
-def assert_alike(folder, expected, graphs=(1, 1)) -> None:
-    """The losses of a run and of the other backend's, and its graphs."""
-    losses = losses_in(expected)
-    assert len(losses) > 2 and losses[-1] < losses[0]
-    np.testing.assert_allclose(losses_in(folder), losses, rtol=TOLERANCE)
-    summary = summary_in(folder)
-    assert (summary["train_graphs"], summary["eval_graphs"]) == graphs
+    assert reads.startswith(f"torch.compile makes no one graph of reads, at {program}:15: it reads a tensor; expected")
+    assert asks.startswith(f"torch.compile makes no one graph of asks, at {program}:19: Data-dependent branching; exp")
+    assert re.match(r"torch.compile of torch 2\S+ computes something else of leaves than PyTorch without it", leaves)
+    assert re.search(r"gradients left behind of .*expected 0.*use zero_grad", leaves)
 
 
 @pytest.mark.slow
@@ -387,27 +307,14 @@ SAMPLED = ("--num_heads", "2", "--embedding_dim", "32", "--sample_every", "2", "
 
 
 @pytest.mark.slow
-def test_samples_are_those_of_torch_xla_and_no_function_of_ours_is_in_a_graph(torch_compile, tmp_path):
-    """torch's compiler can lose the gradient of a Function: torch's own operations stand there, attention too."""
-    options, program = (*MODEL.split(), *SAMPLED), torch_compile.mine / "functions.py"
-    program.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{FUNCTIONS}")
-    script = ROOT / "transformer_tpu.py"
+def test_samples_are_those_of_torch_xla_and_a_mixture_of_experts_trains(torch_compile, tmp_path):
+    options, script = (*MODEL.split(), *SAMPLED), ROOT / "transformer_tpu.py"
     assert run(script.name, *options, "--run_dir", tmp_path / "one").returncode == 0
-    said = torch_compile.run(program, script, *options, "--run_dir", tmp_path / "two")
-    assert said.splitlines()[-1] == "seen scaled_dot_product_attention"
+    torch_compile.run(script, *options, "--run_dir", tmp_path / "two")
     one, two = ([line for line in read_lines(tmp_path / n) if line["kind"] == "sample"] for n in ("one", "two"))
     assert len(one) == 4 and [line["text"] for line in two] == [line["text"] for line in one]
     assert [line["graphs"] for line in two] == [2, 2, 0, 0]  # prefill and one token
-    mixture = (*MODEL.split(), "--model_size", "mixtral_tiny", "--run_dir", tmp_path / "mixture")
-    assert torch_compile.run(program, script, *mixture).splitlines()[-1] == "seen scaled_dot_product_attention"
-
-
-@pytest.mark.slow
-def test_a_function_would_be_seen(torch_compile):
-    program = torch_compile.mine / "function.py"
-    begin = FUNCTIONS.partition("sys.argv =")[0]
-    program.write_text(f"{begin}\nown(torch.ones(2, requires_grad=True))\nprint(*seen)")
-    assert torch_compile.run(program).splitlines()[-1] == "autograd_function_apply"
+    torch_compile.run(script, *MODEL.split(), "--model_size", "mixtral_tiny", "--run_dir", tmp_path / "mixture")
 
 
 @pytest.mark.slow
@@ -437,13 +344,10 @@ def row_of(made: TorchCompile, torch_version: str, folder: Path) -> dict[str, st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("torch_version", ["2.13.0", OLDER])
-def test_what_a_torch_does_is_in_the_table(torch_version, torch_compile, older, tmp_path):
-    rows = list(csv.DictReader((ROOT / "docs" / "results" / "torch_compile_versions.csv").open()))
-    made = torch_compile
-    if torch_version == OLDER:
-        made = older
-        made.end_install()
+def test_what_a_torch_does_is_in_the_table(torch_version, request, tmp_path):
+    made = request.getfixturevalue("older" if torch_version == OLDER else "torch_compile")
     row = row_of(made, torch_version, tmp_path)
+    rows = csv.DictReader((ROOT / "docs" / "results" / "torch_compile_versions.csv").open())
     (said,) = [said for said in rows if said["torch"] == torch_version]
     assert said == said | row
 

@@ -107,7 +107,7 @@ class Request(argparse.Namespace):
 def read_request(arguments: list[str], description: str) -> Request:
     """Raises InputError with all that does not fit, a line each."""
     place = arguments.index("--") if "--" in arguments else len(arguments)
-    if place == len(arguments) and not {"-h", "--help"} & {*arguments}:
+    if not arguments[place + 1 :] and not {"-h", "--help"} & {*arguments}:
         raise InputError(f"no script to run; expected {USAGE}")
     known, parts = parser(description), [argument.partition("=") for argument in arguments[:place]]  # --num-slices=2
     plain = [("--" + n[2:].replace("-", "_") if n[:2] == "--" else n) + e + v for n, e, v in parts]
@@ -131,9 +131,6 @@ def read_request(arguments: list[str], description: str) -> Request:
 
 
 def check_script(request: Request) -> list[str]:
-    if not request.words:
-        example = "-- transformer_tpu.py --preset distributed"
-        return [f"no script to run; expected -- SCRIPT ARGUMENTS at the end, such as {example}"]
     request.words[0] = request.words[0].removeprefix("./")
     script, *words = request.words
     if not re.fullmatch(r"\w[\w-]*(/\w[\w-]*)*\.py", script, re.ASCII) or not (ROOT / script).is_file():
@@ -188,10 +185,10 @@ def check_places(request: Request) -> list[str]:
 
 def check_names(request: Request) -> list[str]:
     problems = []
-    if request.words and not request.name:
+    if not request.name:
         request.name = re.sub(r"[^a-z0-9]+", "-", Path(request.words[0]).stem.lower()).strip("-")[:LONGEST_NAME]
     request.cluster = request.cluster or "tpu-cluster"
-    for option in ("name", "cluster") if request.words or request.name else ("cluster",):
+    for option in ("name", "cluster"):
         name = getattr(request, option)
         if not NAME.fullmatch(name) or len(name) > LONGEST_NAME:
             better = re.sub(r"[^a-z0-9]+", "-", name.lower())[:LONGEST_NAME].strip("-").lstrip("0123456789-")

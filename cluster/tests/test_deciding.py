@@ -218,35 +218,25 @@ def test_the_exit_code_is_that_of_the_script():
     assert [client.exit_code(job(*end)) for end in ends] == [0, 2, 1, 1, 143]
 
 
-class LongLog:
-    """A job's log of 20,000 lines, in messages of 10 lines as Ray sends them; the connection breaks once."""
-
-    def __init__(self):
-        self.lines = ["2026-11-23 02:50:36,712\tINFO job_manager.py\n", "Running entrypoint for job k: x\n"]
-        self.lines += [f"step {step}\n" for step in range(20_000)]
-        self.breaks = [5_000]
-
-    async def tail_job_logs(self, name):
-        for start in range(0, len(self.lines), 10):
-            if self.breaks and start > self.breaks[0]:
-                self.breaks.pop()
-                raise RuntimeError("WebSocket connection closed unexpectedly")
-            yield "".join(self.lines[start : start + 10])
-
-    def get_job_logs(self, name):
-        return "".join(self.lines)
-
-    def get_job_info(self, name):
-        return job("FAILED" if not self.breaks else "RUNNING", 7)
-
-
 def test_a_long_log_is_followed_once_from_end_to_end(monkeypatch):
-    """Every message once cost the whole log so far: 20 MB never ended."""
-    read, said, log, without_preface = [], [], LongLog(), client.without_preface
+    """Every message once cost the whole log so far: 20 MB never ended. The connection breaks once."""
+    lines = ["2026-11-23 02:50:36,712\tINFO job_manager.py\n", "Running entrypoint for job k: x\n"]
+    lines += [f"step {step}\n" for step in range(20_000)]
+    states, read, said = ["RUNNING", "FAILED"], [], []
+
+    async def tail(name):
+        for start in range(0, len(lines), 10):  # as Ray sends them
+            if len(states) == 2 and start > 5_000:
+                raise RuntimeError("WebSocket connection closed unexpectedly")
+            yield "".join(lines[start : start + 10])
+
+    jobs = Mock(tail_job_logs=tail, get_job_info=lambda name: job(states.pop(0), 7))
+    jobs.get_job_logs.return_value = "".join(lines)
+    without_preface = client.without_preface
     monkeypatch.setattr(client, "without_preface", lambda text: read.append(len(text)) or without_preface(text))
-    assert connected(log).follow("k", said.append) == 7
-    assert "".join(said) == "".join(log.lines[2:])
-    assert sum(read) < 2 * sum(map(len, log.lines))
+    assert connected(jobs).follow("k", said.append) == 7
+    assert "".join(said) == "".join(lines[2:])
+    assert sum(read) < 2 * sum(map(len, lines))
 
 
 NEEDS_RAY = pytest.mark.skipif(

@@ -11,6 +11,7 @@ from config import DistributedMnistConfig, MnistConfig
 from images.cifar_config import CifarConfig
 from language.options.transformer_options import TransformerConfig
 from tpu_utils.base.errors import InputError
+from tpu_utils.base.restarts import options_in
 from tpu_utils.options.fields import hints_of, nearest, plain
 from tpu_utils.options.parsing import presets_of
 
@@ -85,11 +86,7 @@ class Request(argparse.Namespace):
 
     def value_of(self, option: str) -> str | None:
         """The option's value among the script's arguments; "" if it has none, None if the option is not given."""
-        for word, following in zip(self.words, [*self.words, ""][1:], strict=True):
-            name, equals, value = word.partition("=")
-            if word.startswith("--") and name[2:].replace("-", "_") == option:
-                return value if equals else following
-        return None
+        return options_in(self.words).get(option)
 
     @property
     def region(self) -> str:

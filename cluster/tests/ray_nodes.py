@@ -12,35 +12,27 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
 from processes import DEVICE_VARIABLES, ROOT, free_port
 
 
 def below(top: int) -> dict[int, str]:
     """{pid: command} of all processes that this one has started, and they in turn."""
-    parents, commands = {}, {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has just ended
-            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            commands[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    found, wanted = {}, {top}
-    while wanted:
-        wanted = {pid for pid, parent in parents.items() if parent in wanted}
-        found |= {pid: commands[pid] for pid in wanted if pid in commands}
+    found = {}
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(top).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                found[process.pid] = " ".join(process.cmdline())
     return found
 
 
-def listening(pids) -> list[str]:
-    """Addresses, in hexadecimal as the kernel shows them, at which these processes take TCP connections."""
-    inodes, found = set(), []
+def listening(pids) -> set[str]:
+    """Addresses at which these processes take TCP connections."""
+    found = set()
     for pid in pids:
-        for link in Path(f"/proc/{pid}/fd").glob("*"):
-            with contextlib.suppress(OSError):
-                inodes.add(str(link.readlink()))
-    for table in ("tcp", "tcp6"):
-        for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            words = row.split()
-            if words[3] == "0A" and f"socket:[{words[9]}]" in inodes:
-                found.append(words[1].split(":")[0])
+        with contextlib.suppress(psutil.NoSuchProcess):
+            sockets = psutil.Process(pid).net_connections("tcp")
+            found |= {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}
     return found
 
 

@@ -22,7 +22,12 @@ from cluster.folder import check_folder, digest_of
 from cluster.host import HostProcess, device_variables
 from cluster.turns import PROTOCOL, SETTLE_SECONDS, SILENT_SECONDS, Turns
 from tpu_utils.base.errors import InputError, PassingError
+from tpu_utils.base.hardware import GENERATIONS
+from tpu_utils.remote.hosts import settle_hosts
 
+pytestmark = pytest.mark.skipif(
+    find_spec("ray") is None, reason="LOUD: Ray is not installed: pip install -r cluster/requirements.txt"
+)
 TWO = [Host("a", 4), Host("b", 4)]
 SLICE = [Host(f"s{i}", 4, "v5litepod-16", "one", i, f"10.0.0.{i}") for i in range(4)]
 
@@ -174,30 +179,26 @@ def test_a_script_is_given_a_run_directory_and_goes_on_after_a_fault(given, atte
     assert arguments_for(Spec({"name": "n"}, "s.py", given), attempt) == given  # --plain
 
 
-def test_a_process_is_told_of_its_chips_and_of_no_others():
-    part = device_variables((2, 3), 4, True, "v5litepod-16", 0, ["10.0.0.7"])
-    assert part["TPU_VISIBLE_CHIPS"] == "2,3" and part["TPU_CHIPS_PER_PROCESS_BOUNDS"] == "1,2,1"
-    assert part["TPU_ACCELERATOR_TYPE"] == "v5litepod-2" and part["TPU_WORKER_HOSTNAMES"] == "localhost"
-    assert "PJRT_DEVICE" not in part
-    assert device_variables((0, 1), 4, True, "v5p-8", 0, ["h"])["TPU_ACCELERATOR_TYPE"] == "v5p-4"  # counts cores
-    assert device_variables((0, 1, 2, 3), 4, True, "v5p-8", 0, ["h"]) == {}  # as it finds itself
+@pytest.mark.parametrize(
+    "chips, on_bus, kind, own, bounds",
+    [
+        ((0,), ["v5e"] * 4, "v5litepod-16", "v5litepod-1", "1,1,1"),
+        ((2, 3), ["v5p"] * 4, "v5p-8", "v5p-4", "1,2,1"),  # counts cores
+        ((4, 5, 6, 7), ["v5e"] * 8, "v5litepod-8", "v5litepod-4", "2,2,1"),
+    ],
+)
+def test_the_scripts_understand_a_part_of_a_host(chips, on_bus, kind, own, bounds):
+    """What tpu_utils/remote/hosts.py makes of it, with all chips of the machine on the bus: one host, no metadata."""
+    told = device_variables(chips, len(on_bus), True, kind, 0, ["10.0.0.7"])
+    assert told["TPU_VISIBLE_CHIPS"] == ",".join(map(str, chips)) and "PJRT_DEVICE" not in told
+    assert (told["TPU_ACCELERATOR_TYPE"], told["TPU_CHIPS_PER_PROCESS_BOUNDS"]) == (own, bounds)
+    assert settle_hosts([GENERATIONS[family] for family in on_bus], told) == (0, ["localhost"])
+
+
+def test_a_whole_slice_is_told_as_its_metadata_tells_it():
+    assert device_variables((0, 1, 2, 3), 4, True, "v5p-8", 0, ["h"]) == {}  # of one host: as it finds itself
     whole = device_variables((0, 1, 2, 3), 4, True, "v5litepod-16", 2, ["a", "b", "c", "d"])
     assert whole == {"TPU_WORKER_ID": "2", "TPU_WORKER_HOSTNAMES": "a,b,c,d", "TPU_ACCELERATOR_TYPE": "v5litepod-16"}
-    virtual = device_variables((1,), 4, False, "", 0, ["h"])
-    assert virtual["PJRT_DEVICE"] == "CPU" and virtual["CPU_NUM_DEVICES"] == "1"
-
-
-@pytest.mark.parametrize("chips, kind", [((0,), "v5litepod-16"), ((4, 5, 6, 7), "v5litepod-8"), ((2, 3), "v4-8")])
-def test_the_scripts_understand_a_part_of_a_host(chips, kind):
-    """What tpu_utils/remote/hosts.py makes of it, with all chips of the machine on the bus: one host, no metadata."""
-    from tpu_utils.base.hardware import GENERATIONS
-    from tpu_utils.remote.hosts import settle_hosts
-
-    family = {"v5litepod": "v5e"}.get(kind.split("-")[0], kind.split("-")[0])
-    on_bus = [GENERATIONS[family]] * (8 if max(chips) > 3 else 4)
-    environment = device_variables(chips, len(on_bus), True, kind, 0, ["10.0.0.7"])
-    assert settle_hosts(on_bus, environment) == (0, ["localhost"])
-    assert environment["TPU_CHIPS_PER_HOST_BOUNDS"] == {1: "1,1,1", 4: "2,2,1"}[len(chips)] if len(chips) != 2 else True
 
 
 def job(status: str, code: int | None = None, name: str = "k", user: str = "u") -> SimpleNamespace:
@@ -239,11 +240,6 @@ def test_a_long_log_is_followed_once_from_end_to_end(monkeypatch):
     assert sum(read) < 2 * sum(map(len, lines))
 
 
-NEEDS_RAY = pytest.mark.skipif(
-    find_spec("ray") is None, reason="LOUD: Ray is not installed: pip install -r cluster/requirements.txt"
-)
-
-
 def write(folder: Path, *names: str) -> Path:
     """A folder with these files."""
     for name in names:
@@ -252,7 +248,6 @@ def write(folder: Path, *names: str) -> Path:
     return folder
 
 
-@NEEDS_RAY
 def test_a_large_working_folder_is_refused_with_the_largest_named(tmp_path):
     large = ("weights/w.bin", "runs/x/big", ".venv/lib/big", "secret/big")
     write(tmp_path, "script.py", *large)
@@ -279,7 +274,6 @@ def by_ray(folder) -> set[str]:
     return {str(path.relative_to(unpacked)) for path in unpacked.rglob("*") if path.is_file()}
 
 
-@NEEDS_RAY
 def test_what_is_ignored_or_secret_stays_here(tmp_path):
     """A byte order mark once switched the first pattern off, .git/info/exclude was not read, keys went up."""
     keys = ("keys/id_rsa", "keys/x.pem", ".env")
@@ -296,7 +290,6 @@ def test_what_is_ignored_or_secret_stays_here(tmp_path):
     assert check_folder(folder).secrets == [".env", "keys/id_rsa", "keys/x.pem"]
 
 
-@NEEDS_RAY
 @pytest.mark.parametrize("target", ["../elsewhere", "../elsewhere/key", ".", ".."])
 def test_a_link_that_leaves_the_folder_is_refused_by_name(tmp_path, target):
     write(tmp_path, "elsewhere/key")
@@ -310,7 +303,6 @@ def test_a_link_that_leaves_the_folder_is_refused_by_name(tmp_path, target):
     assert by_ray(folder) == {"inner/script.py", "again/script.py", ".rayignore"}
 
 
-@NEEDS_RAY
 def test_a_link_shows_no_secret_and_nothing_that_is_left_out(tmp_path):
     """A link within the folder to .env or .git/config was uploaded under its own name."""
     write(tmp_path, ".env", "script.py", "Server.PEM")
@@ -325,7 +317,6 @@ def test_a_link_shows_no_secret_and_nothing_that_is_left_out(tmp_path):
         (tmp_path / "repository").unlink()
 
 
-@NEEDS_RAY
 def test_a_folder_of_somebody_elses_runs_nothing_here(tmp_path):
     """Git runs what core.fsmonitor of a work tree's own configuration names."""
     folder = write(tmp_path / "code", "script.py")
@@ -335,7 +326,6 @@ def test_a_folder_of_somebody_elses_runs_nothing_here(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-@NEEDS_RAY
 def test_a_run_that_cannot_be_uploaded_deletes_nothing(tmp_path, monkeypatch):
     """The record and log of the earlier run under this name were gone before its files were read and sent."""
     (tmp_path / "script.py").write_text("x")
@@ -361,7 +351,6 @@ def test_a_run_that_cannot_be_uploaded_deletes_nothing(tmp_path, monkeypatch):
     assert "gone_2 cannot be uploaded: No such file or directory; add it to .rayignore" in said
 
 
-@NEEDS_RAY
 def test_a_busy_head_is_asked_no_longer_than_that(tmp_path, monkeypatch):
     """A job that still ran was deleted, which Ray refuses: a traceback, and the job stayed in everybody's list."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -374,7 +363,6 @@ def test_a_busy_head_is_asked_no_longer_than_that(tmp_path, monkeypatch):
     assert [name for name, *_ in busy.method_calls] == ["submit_job", "get_job_status", "stop_job"]
 
 
-@NEEDS_RAY
 def test_only_a_folder_of_ones_own_is_closed_to_others():
     """Ray opens its folder to everybody. One in a folder of mode 700 is closed, unless that can be renamed."""
     from cluster.probe import open_to_others
@@ -384,11 +372,8 @@ def test_only_a_folder_of_ones_own_is_closed_to_others():
     place.mkdir(parents=True)
     place.chmod(0o777)
     for outer, inner, expected in (
-        (0o755, 0o700, ""),
-        (0o755, 0o755, place),
-        (0o755, 0o711, place),
-        (0o1777, 0o700, ""),
-        (0o777, 0o700, outermost),
+        *((0o755, 0o700, ""), (0o755, 0o755, place), (0o755, 0o711, place)),
+        *((0o1777, 0o700, ""), (0o777, 0o700, outermost)),
     ):
         outermost.chmod(outer), place.parent.chmod(inner)
         assert open_to_others(place) == str(expected), (outer, inner)

@@ -70,7 +70,11 @@ def calls_of(text: str, folder) -> list[list[str]]:
 AWKWARD = ["$(HOME)", "$$", "$$(A)", "`id`", "'", '"', "a b", "", "\\n", "\n", "\t", "é雪🙂", "~"]
 NUMBERS = "1e-3 1e3 0o17 0x1F 1_000 12:30:00 .5 -.inf .NaN no Off y << = true null 2026-01-01".split()
 """No plain words of YAML: one of its versions reads each as something else than a string."""
-LINES = [[], [*AWKWARD, *NUMBERS], [chr(code) + after for code in range(1, 256) for after in ("", "b1")]]
+LINES = [
+    [],
+    ["".join(AWKWARD), *AWKWARD, *NUMBERS],
+    [chr(code) + after for code in range(1, 256) for after in ("", "b1")],
+]
 
 
 @pytest.fixture(scope="module")

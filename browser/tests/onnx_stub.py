@@ -23,13 +23,13 @@ KINDS = {  # nodes from moved to logits
     "good": "logits = Sin (moved)",
     "nan": "none = Sub (place, place) nan = Div (none, none) logits = Add (moved, nan)",
     # one of the logits, from the third token on
-    "infinite": f"far = Constant <value = float[257] {FAR}> () it = Mul (far, place) logits = Add (moved, it)",
+    "infinite": "it = Mul (far, place) logits = Add (moved, it)",
+    "minus_infinite": "it = Mul (far, place) logits = Sub (moved, it)",
     # a tenth of a second a token; a loop without end; one that the first token does not run
     "slow": f"times = Constant <value_int = {2**16}> () {LOOP}",
     "endless": f"times = Constant <value_int = {2**62}> () {LOOP}",
     "endless_later": f"n = Constant <value_int = {2**50}> () at = Cast <to = 7> (place) times = Mul (at, n) {LOOP}",
 }
-KINDS["minus_infinite"] = KINDS["infinite"].replace("{3e38", "{-3e38")
 
 
 def write_language_model(folder: Path, kind: str = "good") -> Path:
@@ -63,7 +63,7 @@ def graph(kind: str, tokens: int, opset: int = OPSET) -> onnx.ModelProto:
         => (float[1, 257] logits, {rows} new_keys, {rows} new_values)
       <float[257, 257] table = ["location": "weights.bin", "offset": "0", "length": "{4 * 257 * 257}"],
        int32[1] one = {{1}}, int64[1] flat = {{1}}, int64[5] rows = {{2, 1, {tokens}, 2, 4}},
-       float[1] step = {{0.1}}, float[1] half = {{0.5}}>
+       float[257] far = {FAR}, float[1] step = {{0.1}}, float[1] half = {{0.5}}>
       {{
         last = Sub (length, one)
         token = Gather <axis = 1> (tokens, last)

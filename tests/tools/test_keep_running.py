@@ -74,6 +74,7 @@ WAITS = "while not stop.exists(): time.sleep(0.01)"
 IN_C = "ctypes.PyDLL(None).sleep(1000)"  # holds the interpreter, as a collective that waits for a lost host may
 FROZEN = "os.kill(os.getpid(), signal.SIGSTOP)"
 DEAF = "signal.signal(signal.SIGABRT, signal.SIG_IGN); time.sleep(1000)"
+STUCK = ["--silent_minutes=0.05", "--most_failures=1000"]  # on a busy machine a start may take as long
 MACHINE = "os.kill(os.getppid(), signal.SIGKILL); time.sleep(100)"
 
 
@@ -141,10 +142,10 @@ SLOW = pytest.mark.slow
 )
 def test_what_is_stuck_shows_where_and_is_ended(kept, tmp_path, fault, said):
     """Also where it holds the interpreter in C++, where no signal handler of Python's would run."""
-    done = ended(kept(fault, options=["--silent_minutes", "0.03"]))
+    done = ended(kept(fault, options=STUCK))
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "run" / "summary.json").read_text())["keep_running"]
-    assert set(found["ended_by"]) == {"silent for 2 s"} and found["lost_seconds"]["silence"] >= 1.8
+    assert set(found["ended_by"]) == {"silent for 3 s"} and found["lost_seconds"]["silence"] >= 3
     if said:
         assert "Fatal Python error: Aborted" in done.stderr and f'{said}", line ' in done.stderr
 
@@ -217,11 +218,13 @@ def test_a_damaged_line_says_nothing_of_compiling(tmp_path):
 class Hosts:
     """Pretended ones, each with its own tools.keep_running."""
 
-    def __init__(self, folder: Path, count: int, *options: str, script=None):
-        """script: by the index of a host what it keeps running; None: SCRIPT."""
+    def __init__(self, folder: Path, count: int, *options: str, faults=None, script=None):
+        """faults: of the script, by the index of a host. script: by the index what a host runs; None: SCRIPT."""
         self.run_dir, self.count = folder / "run", count
         self.run_dir.mkdir()
         (folder / "script.py").write_text(SCRIPT)
+        for index, fault in (faults or {}).items():
+            (self.run_dir / f"faults_{index}").write_text(fault)
         self.script = script or (lambda index: [folder / "script.py", "--run_dir", self.run_dir])
         self.command = [sys.executable, "-m", "tools.keep_running", f"--port={free_port()}", *options, "--"]
         self.running: dict[int, subprocess.Popen] = {}
@@ -234,16 +237,14 @@ class Hosts:
             pipes = dict(text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
             self.running[index] = subprocess.Popen(words, cwd=ROOT, env=environment_with(here, words), **pipes)
 
-    def fault(self, index: int, kind: str) -> None:
-        (self.run_dir / f"faults_{index}").write_text(kind)
+    def end(self, *codes: int) -> list[tuple[list[str], str]]:
+        """Lines and errors of each, which end with these exit codes."""
+        said = {index: process.communicate(timeout=300) for index, process in self.running.items()}
+        assert [process.returncode for process in self.running.values()] == [*codes], said
+        return [(out.splitlines(), err) for out, err in said.values()]
 
-    def end(self) -> dict[int, tuple[int, str, str]]:
-        """Exit code, output and errors of each."""
-        found = {index: (process.communicate(timeout=300), process) for index, process in self.running.items()}
-        return {index: (process.returncode, *said) for index, (said, process) in found.items()}
-
-    def reasons(self) -> list[str]:
-        return json.loads((self.run_dir / "summary.json").read_text())["keep_running"]["ended_by"]
+    def summary(self) -> dict:
+        return json.loads((self.run_dir / "summary.json").read_text())
 
 
 @pytest.mark.parametrize(
@@ -251,93 +252,78 @@ class Hosts:
     [
         (2, "sys.exit(1)", "host 2: exit code 1"),
         pytest.param(0, "sys.exit(7)", "host 0: exit code 7", marks=SLOW),
-        pytest.param(1, FROZEN, "silent for 2 s", marks=SLOW),
+        pytest.param(1, FROZEN, "silent for 3 s", marks=SLOW),
     ],
 )
 def test_when_one_host_loses_its_script_all_begin_again_together(tmp_path, index, fault, reason):
-    hosts = Hosts(tmp_path, 3, *(["--silent_minutes=0.03"] if fault == FROZEN else []))
-    hosts.fault(index, fault)
+    hosts = Hosts(tmp_path, 3, *(STUCK if fault == FROZEN else []), faults={index: fault})
     hosts.start()
-    ended = hosts.end()
-    assert [code for code, _, _ in ended.values()] == [0, 0, 0], ended
+    said = hosts.end(0, 0, 0)
     # host 0 may have saved step 3 by then
-    said = [out.splitlines() for _, out, _ in ended.values()]
-    assert said in [[["first 0 of 3 auto", f"first {step} of 3 auto"]] * 3 for step in (2, 3)]
-    assert hosts.reasons() == [reason]
-    stuck = [err for i, (_, _, err) in ended.items() if i != index]
+    lines = [out for out, _ in said]
+    assert lines in [[["first 0 of 3 auto", f"first {step} of 3 auto"]] * 3 for step in (2, 3)]
+    assert hosts.summary()["keep_running"]["ended_by"] == [reason]
+    stuck = [err for i, (_, err) in enumerate(said) if i != index]
     assert all("Fatal Python error: Aborted" in err for err in stuck), "each says where it waited"
 
 
 @SLOW
 @pytest.mark.parametrize("index", [0, 2])
 def test_a_lost_machine_is_waited_for(tmp_path, index):
-    hosts = Hosts(tmp_path, 3)
-    hosts.fault(index, MACHINE)
+    hosts = Hosts(tmp_path, 3, faults={index: MACHINE})
     hosts.start()
     lost = hosts.running[index]
     assert lost.wait(100) == -signal.SIGKILL
     hosts.start(index)
-    ended = hosts.end()
+    last = [out[-1] for out, _ in hosts.end(0, 0, 0)]
     lost.communicate()
-    assert [code for code, _, _ in ended.values()] == [0, 0, 0], ended
-    assert json.loads((hosts.run_dir / "summary.json").read_text())["steps"] == 10
-    assert index == 0 or hosts.reasons() == ["host 2: lost"], "host 0 keeps count, and began anew"
-    last = [out.splitlines()[-1] for _, out, _ in ended.values()]
     assert last in [[f"first {step} of 3 auto"] * 3 for step in (2, 3)]
+    summary = hosts.summary()
+    assert summary["steps"] == 10
+    assert index == 0 or summary["keep_running"]["ended_by"] == ["host 2: lost"], "host 0 keeps count, and began anew"
 
 
 @SLOW
 def test_without_a_host_an_elastic_run_goes_on_with_the_others(tmp_path):
-    hosts = Hosts(tmp_path, 3, "--elastic", "--wait_seconds=10")
-    hosts.fault(2, MACHINE)
+    hosts = Hosts(tmp_path, 3, "--elastic", "--wait_seconds=10", faults={2: MACHINE})
     hosts.start()
-    ended = hosts.end()
-    assert [code for code, _, _ in ended.values()] == [0, 0, -signal.SIGKILL], ended
-    said = [out.splitlines()[-1] for _, out, _ in ended.values()]
-    assert said in [[f"first {step} of 2 auto"] * 2 + ["first 0 of 3 auto"] for step in (2, 3)]
-    assert json.loads((hosts.run_dir / "summary.json").read_text())["hosts"] == 2
+    last = [out[-1] for out, _ in hosts.end(0, 0, -signal.SIGKILL)]
+    assert last in [[f"first {step} of 2 auto"] * 2 + ["first 0 of 3 auto"] for step in (2, 3)]
+    assert hosts.summary()["hosts"] == 2
 
 
 @SLOW
 def test_told_to_stop_on_one_host_all_stop(tmp_path):
-    hosts = Hosts(tmp_path, 3)
-    hosts.fault(1, "os.kill(os.getppid(), signal.SIGTERM)")
+    hosts = Hosts(tmp_path, 3, faults={1: "os.kill(os.getppid(), signal.SIGTERM)"})
     hosts.start()
-    ended = hosts.end()
-    assert [code for code, _, _ in ended.values()] == [143, 143, 143], ended
+    hosts.end(143, 143, 143)
 
 
 @SLOW
 def test_a_host_that_does_not_answer_is_lost_and_comes_back(tmp_path):
-    hosts = Hosts(tmp_path, 3)
-    hosts.fault(2, "os.kill(os.getppid(), signal.SIGSTOP); time.sleep(1000)")
+    hosts = Hosts(tmp_path, 3, faults={2: "os.kill(os.getppid(), signal.SIGSTOP); time.sleep(1000)"})
     hosts.start()
     waits(lambda: (hosts.run_dir / "metrics.jsonl").exists())
     waits(lambda: any(line["kind"] == "restart" for line in lines_of(hosts.run_dir)))
     hosts.running[2].send_signal(signal.SIGCONT)
-    ended = hosts.end()
-    assert [code for code, _, _ in ended.values()] == [0, 0, 0], ended
-    assert hosts.reasons() == ["host 2: lost"]
+    hosts.end(0, 0, 0)
+    assert hosts.summary()["keep_running"]["ended_by"] == ["host 2: lost"]
 
 
 def test_hosts_that_do_not_come_are_named(tmp_path):
     hosts = Hosts(tmp_path, 3, "--wait_seconds=3")
     hosts.start(0, 1)
-    ended = hosts.end()
-    assert [code for code, _, _ in ended.values()] == [1, 1], ended
-    assert "error: waited 3 s for host 2 (localhost); start the same command there" in ended[0][2]
-    assert "error: waited 3 s for host 0 (localhost)" in ended[1][2]
+    (_, of_0), (_, of_1) = hosts.end(1, 1)
+    assert "error: waited 3 s for host 2 (localhost); start the same command there" in of_0
+    assert "error: waited 3 s for host 0 (localhost)" in of_1
 
 
 @pytest.mark.parametrize(
     "states, verdict",
     [
-        ({0: State(), 1: State()}, None),
         ({0: State(0), 1: State()}, None),
         ({0: State(0), 1: State(0)}, Verdict("host 0: exit code 0", 0)),
-        ({0: State(), 1: State(1)}, Verdict("host 1: exit code 1", None)),
         ({0: State(1), 1: State(2)}, Verdict("host 1: exit code 2", 2)),
-        ({0: State(), 1: None}, Verdict("host 1: lost", None)),
         ({0: State(stopping=True), 1: None}, Verdict("host 1: lost", 1)),
         ({0: State(143, stopping=True), 1: State()}, None),
         ({0: State(143, stopping=True), 1: State(0)}, Verdict("host 0: exit code 143", 143)),
@@ -388,7 +374,7 @@ def test_a_transformer_on_two_hosts_lost_twice_ends_with_the_bits_of_a_run_that_
 
     def has_saved(step: int) -> None:
         waits(lambda: newest() >= step or any(host.poll() is not None for host in hosts.running.values()))
-        assert all(host.poll() is None for host in hosts.running.values()), hosts.end()
+        assert all(host.poll() is None for host in hosts.running.values()), hosts.end(0, 0)
 
     has_saved(5)
     os.kill(int(children_of(hosts.running[1])[0]), signal.SIGKILL)
@@ -398,8 +384,7 @@ def test_a_transformer_on_two_hosts_lost_twice_ends_with_the_bits_of_a_run_that_
     hosts.running[0].communicate()
     shutil.rmtree(memories[0], ignore_errors=True)
     hosts.start(0)
-    ended = hosts.end()
-    assert [code for code, _, _ in ended.values()] == [0, 0], ended
+    hosts.end(0, 0)
     assert len({line["memory"] for line in lines_of(lost) if "memory" in line}) == 3
     steps = [sorted(path.name for path in folder.glob("checkpoints/step_*")) for folder in (whole, lost)]
     assert steps[0] == ["step_00000060"] and len(steps[1]) >= 2, "one was in memory before"

@@ -121,8 +121,7 @@ def test_several_runs_of_different_kinds_share_a_figure(tmp_path):
     goodput = panel(figure, "where the time")
     assert [label.get_text() for label in goodput.get_yticklabels()] == ["a/run", "b/run", "c/third"]
     assert "goes on" in [text.get_text() for text in goodput.texts]
-    colours = [line.get_color() for line in loss.lines if line.get_label() == "loss"]
-    assert len(set(colours)) == 3
+    assert len({line.get_color() for line in loss.lines if line.get_label() == "loss"}) == 3
 
 
 @pytest.mark.parametrize("count", [1, 12])
@@ -147,20 +146,16 @@ def test_no_text_lies_on_another(tmp_path, count):
             assert min(shared) <= 1, (name, other_name)
 
 
-def test_values_that_are_not_finite_are_gaps(tmp_path):
+def test_a_repeated_line_a_gap_and_a_loss_over_many_decades(tmp_path):
+    """A line that a resumed run wrote again counts once; panels have the same steps, and a scale has labels."""
     folder = make_run(tmp_path / "a", finished=False)
-    add_line(folder, kind="train", step=50, loss=None, learning_rate=0.1, examples_per_second=None)
-    figure = plot_run.plot([plot_run.read_run(folder)])
-    values = curves(panel(figure, "loss"), "loss")[0]
-    assert values[-1, 0] == 50 and np.isnan(values[-1, 1]) and np.isfinite(values[:-1]).all()
-
-
-def test_panels_have_the_same_steps_and_a_loss_over_many_decades_has_labels(tmp_path):
-    folder = make_run(tmp_path / "a")
+    add_line(folder, kind="train", step=20, loss=7.0, learning_rate=0.1)
     add_line(folder, kind="eval", step=40, test_loss=7e30, accuracy=1.0)
+    add_line(folder, kind="train", step=50, loss=None, learning_rate=0.1, examples_per_second=None)
     figure = plot_run.plot([plot_run.read_run(folder)])
     figure.draw_without_rendering()
     loss, accuracy = panel(figure, "loss"), panel(figure, "accuracy")
+    np.testing.assert_allclose(curves(loss, "loss")[0], np.c_[[10, 20, 30, 40, 50], [1, 7, 10 / 30, 0.25, np.nan]])
     assert loss.get_xlim() == accuracy.get_xlim()
     low, high = loss.get_ylim()
     labels = [t for t, y in zip(loss.get_yticklabels(), loss.get_yticks(), strict=True) if low <= y <= high]
@@ -168,22 +163,11 @@ def test_panels_have_the_same_steps_and_a_loss_over_many_decades_has_labels(tmp_
 
 
 def test_a_single_evaluation_is_told_from_the_training(tmp_path):
-    folder = make_run(tmp_path / "one", steps=20, accuracy=False)
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    kept = [line for line in lines if json.loads(line)["kind"] != "eval" or json.loads(line)["step"] == 20]
-    (folder / "metrics.jsonl").write_text("\n".join(kept) + "\n")
-    loss = panel(plot_run.plot([plot_run.read_run(folder)]), "loss")
+    loss = panel(plot_run.plot([plot_run.read_run(make_run(tmp_path / "one", steps=10))]), "loss")
     (single,) = [line for line in loss.lines if line.get_label() == "test_loss"]
     legend = loss.get_legend()
     markers = dict(zip([text.get_text() for text in legend.texts], legend.legend_handles, strict=True))
     assert single.get_marker() == markers["evaluation"].get_marker() != markers["training"].get_marker()
-
-
-def test_lines_that_a_resumed_run_wrote_again_count_once(tmp_path):
-    folder = make_run(tmp_path / "a", finished=False)
-    add_line(folder, kind="train", step=20, loss=7.0, learning_rate=0.1)
-    steps, values = plot_run.read_run(folder).curves["train", "loss"]
-    assert list(steps) == [10, 20, 30, 40] and values[1] == 7.0
 
 
 def test_a_truncated_a_missing_and_an_empty_file_are_named(tmp_path, capsys):

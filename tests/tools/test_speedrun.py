@@ -186,7 +186,7 @@ def test_a_text_that_is_too_short_is_refused_before_the_first_stage(tmp_path, te
         (["--depth", "2", "--search_minutes", "-1"], "search_minutes is -1.0; expected minutes, 0 or more"),
         (["--depth", "2", "--vocab_size", "10"], "vocab_size is 10; expected 259 to"),
         (["--depth", "2", "--chats", "missing.jsonl"], "missing.jsonl: no such file"),
-        (["--depth", "2", "--tasks", "piqa"], "tasks has 'piqa'; expected NAME=PATH"),
+        (["--depth", "2", "--tasks", "piqa=missing.jsonl"], "missing.jsonl"),
         (["--depth", "2", "--text", "/dev/null"], "text is /dev/null: found nothing in it; expected UTF-8 text"),
         (["--depth", "2", "--run_dir", "/dev/null"], "run_dir is /dev/null, a file; expected a folder, or a new name"),
     ],

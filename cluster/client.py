@@ -221,16 +221,12 @@ class Cluster:
             entrypoint = f"exec python -P -m cluster.driver {shlex.quote(json.dumps(dataclasses.asdict(spec)))}"
             metadata = {"user": request["user"], "script": spec.script, "chips": str(request["chips"])}
             metadata |= {"hosts": str(request["hosts"]), "kind": request["kind"], "program": "python -m cluster"}
-            self._patiently(self._upload, environment)
+            # what submit_job() does first, in Ray's own private functions: then it cannot fail by it
+            self._patiently(self.jobs._upload_working_dir_if_needed, environment)
+            self._patiently(self.jobs._upload_py_modules_if_needed, environment)
             if former:  # the same run goes on under its name; nothing is refused here any more
                 self.jobs.delete_job(former)
             self._submit(entrypoint, request["name"], runtime_env=environment, metadata=metadata)
-
-    def _upload(self, environment: dict) -> None:
-        """What submit_job() does first, in Ray's own private functions: then it cannot fail by it. environment: gets
-        the addresses of what is uploaded."""
-        self.jobs._upload_working_dir_if_needed(environment)
-        self.jobs._upload_py_modules_if_needed(environment)
 
     def _submit(self, entrypoint: str, name: str, **settings) -> None:
         self._patiently(self.jobs.submit_job, entrypoint=entrypoint, submission_id=name, **settings)

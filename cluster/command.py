@@ -33,6 +33,7 @@ from cluster.deciding import PARTS, Request
 from cluster.slices import COUNTED
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.hardware import parse_topology
+from tpu_utils.base.restarts import options_in
 from tpu_utils.options.environment import attached_chips
 from tpu_utils.options.tool_arguments import make_parser, parse_arguments
 from tpu_utils.remote.hosts import family
@@ -172,8 +173,7 @@ def run(arguments: argparse.Namespace, options: list[str]) -> int:
     cluster = None if alone else Cluster(arguments.address)
     hosts = cluster.check_chips_wanted(request) if cluster else []
     storage = arguments.storage or ("runs" if alone else "")
-    given = any(option.split("=")[0].replace("-", "_") == "__run_dir" for option in options)
-    if not arguments.plain and not storage and not given:
+    if not arguments.plain and not storage and "run_dir" not in options_in(options):
         raise InputError(
             f"no --storage, {STORAGE_VARIABLE} or --run_dir: expected a place for run directories that every host "
             "reaches, gs://BUCKET/runs or a shared folder; a script that takes no --run_dir wants --plain"

@@ -98,7 +98,7 @@ class HostProcess:
 
         context = ray.get_runtime_context()
         found = {"node": context.get_node_id(), "versions": versions(), "tpu": bool(attached_chips())}
-        return found | {"pid": os.getpid(), "open": open_to_others(Path(context.get_temp_dir()))}
+        return found | {"open": open_to_others(Path(context.get_temp_dir()))}
 
     def start(self, name: str, folder: str, code: str, command: list[str], variables: Mapping[str, str]) -> str:
         """Run `python COMMAND`. folder: to run in; empty: a copy of the uploaded folder code, named by its digest.

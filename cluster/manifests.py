@@ -44,8 +44,7 @@ def print_request(arguments: list[str]) -> int:
     ]
     for number, (title, commands) in enumerate(pieces.items(), 1):
         lines += ["", f"# {number}. {title}", *commands]
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(encoding="utf-8")  # a word is printed as it was given, whatever the terminal is set to
+    sys.stdout.reconfigure(encoding="utf-8")  # a word is printed as it was given, whatever the terminal is set to
     print("\n".join(lines))
     for warning in request.warnings:
         print(f"warning: {warning}", file=sys.stderr)

@@ -11,6 +11,7 @@ from config import DistributedMnistConfig, MnistConfig
 from images.cifar_config import CifarConfig
 from language.options.transformer_options import TransformerConfig
 from tpu_utils.base.errors import InputError
+from tpu_utils.base.restarts import options_in
 from tpu_utils.options.fields import hints_of, nearest, plain
 from tpu_utils.options.parsing import presets_of
 
@@ -85,11 +86,7 @@ class Request(argparse.Namespace):
 
     def value_of(self, option: str) -> str | None:
         """The option's value among the script's arguments; "" if it has none, None if the option is not given."""
-        for word, following in zip(self.words, [*self.words, ""][1:], strict=True):
-            name, equals, value = word.partition("=")
-            if word.startswith("--") and name[2:].replace("-", "_") == option:
-                return value if equals else following
-        return None
+        return options_in(self.words).get(option)
 
     @property
     def region(self) -> str:
@@ -107,7 +104,7 @@ class Request(argparse.Namespace):
 def read_request(arguments: list[str], description: str) -> Request:
     """Raises InputError with all that does not fit, a line each."""
     place = arguments.index("--") if "--" in arguments else len(arguments)
-    if place == len(arguments) and not {"-h", "--help"} & {*arguments}:
+    if not arguments[place + 1 :] and not {"-h", "--help"} & {*arguments}:
         raise InputError(f"no script to run; expected {USAGE}")
     known, parts = parser(description), [argument.partition("=") for argument in arguments[:place]]  # --num-slices=2
     plain = [("--" + n[2:].replace("-", "_") if n[:2] == "--" else n) + e + v for n, e, v in parts]
@@ -131,9 +128,6 @@ def read_request(arguments: list[str], description: str) -> Request:
 
 
 def check_script(request: Request) -> list[str]:
-    if not request.words:
-        example = "-- transformer_tpu.py --preset distributed"
-        return [f"no script to run; expected -- SCRIPT ARGUMENTS at the end, such as {example}"]
     request.words[0] = request.words[0].removeprefix("./")
     script, *words = request.words
     if not re.fullmatch(r"\w[\w-]*(/\w[\w-]*)*\.py", script, re.ASCII) or not (ROOT / script).is_file():
@@ -188,10 +182,10 @@ def check_places(request: Request) -> list[str]:
 
 def check_names(request: Request) -> list[str]:
     problems = []
-    if request.words and not request.name:
+    if not request.name:
         request.name = re.sub(r"[^a-z0-9]+", "-", Path(request.words[0]).stem.lower()).strip("-")[:LONGEST_NAME]
     request.cluster = request.cluster or "tpu-cluster"
-    for option in ("name", "cluster") if request.words or request.name else ("cluster",):
+    for option in ("name", "cluster"):
         name = getattr(request, option)
         if not NAME.fullmatch(name) or len(name) > LONGEST_NAME:
             better = re.sub(r"[^a-z0-9]+", "-", name.lower())[:LONGEST_NAME].strip("-").lstrip("0123456789-")

@@ -1,13 +1,13 @@
-"""Headless Chromium for tests and benchmarks of the page in browser/page/: Debian's browser, driven by playwright."""
+"""Headless Chromium for tests of the page in browser/page/: Debian's browser, driven by playwright."""
 
 import contextlib
 import importlib.util
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from browser.serve import make_server
@@ -41,9 +41,9 @@ def chromium() -> Iterator:
 
 
 @contextlib.contextmanager
-def isolated_server(models: Path) -> Iterator[str]:
-    """The address of browser/serve.py, in this process."""
-    with make_server(models, 0) as server:
+def served(server: ThreadingHTTPServer) -> Iterator[str]:
+    """Its address, in this process."""
+    with server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         try:
@@ -53,16 +53,13 @@ def isolated_server(models: Path) -> Iterator[str]:
             thread.join()
 
 
-@contextlib.contextmanager
-def plain_server() -> Iterator[str]:
-    """The address of python -m http.server, which isolates nothing."""
-    command = [sys.executable, "-u", "-m", "http.server", "0", "--bind", "127.0.0.1", "--directory", str(WEB)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
-        try:
-            port = server.stdout.readline().split(" port ")[1].split()[0]
-            yield f"http://127.0.0.1:{port}/"
-        finally:
-            server.kill()
+def isolated_server(models: Path):
+    return served(make_server(models, 0))
+
+
+def plain_server():
+    """As python -m http.server, which isolates nothing."""
+    return served(ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(WEB))))
 
 
 def until(page, condition: Callable[[], object], seconds: float = 120):
@@ -87,16 +84,13 @@ def load_folder(page, folder: Path) -> str:
 
 
 # in the page: the modules it is made of, without its buttons
-GENERATE = """async ([path, prompt, options, threads]) => {
+GENERATE = """async ([path, asked]) => {
   const { readFolder, servedFolder } = await import("/folder.js");
-  const { Engine, mostThreads } = await import("/engine.js");
-  const engine = new Engine();
-  const begun = performance.now();
-  const folder = await readFolder(servedFolder(path), () => {}, new AbortController().signal);
-  await engine.load(folder, threads || mostThreads());
-  const load = (performance.now() - begun) / 1000, found = [];
-  for (const one of options) {
-    found.push({ ...(await engine.generate(prompt, one, () => {})), load, threads: engine.threads });
+  const { Engine } = await import("/engine.js");
+  const engine = new Engine(), found = [];
+  await engine.load(await readFolder(servedFolder(path), () => {}, new AbortController().signal));
+  for (const [prompt, options] of asked) {
+    found.push({ ...(await engine.generate(prompt, options, () => {})), threads: engine.threads });
   }
   engine.end("done");
   return found;

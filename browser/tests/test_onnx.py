@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 from mutations import make_irregular, mutated, mutated_json, no_hang
-from processes import run
-from test_llama_parity import GEMMA3, QWEN3, SHAPES, STRETCHED, hugging_face_model
+from test_llama_parity import GEMMA3, QWEN3, SHAPES, hugging_face_model
 from test_tokenizer import trained
 
 for package in ("onnx", "onnxruntime", "onnxscript"):
@@ -24,7 +23,6 @@ from browser import export as exporting
 from browser import onnx_files, onnx_generate
 from browser.onnx_files import MODEL_JSON, open_export
 from browser.onnx_generate import Mulberry32, OnnxConfig, OnnxModel, choose
-from language.weights.run_weights import PREFIX
 from language.weights.sources import open_source
 from tpu_utils.base.errors import InputError, NonFiniteError
 
@@ -120,10 +118,8 @@ def test_no_damage_of_a_folder_is_a_crash(exported, tmp_path):
             write_model_json(folder, told)
         try:
             greedy(OnnxModel(folder), [1, 2], 2)
-        except InputError as error:
-            assert str(folder) in str(error), error
-            return 1
-        except NonFiniteError:  # a damaged number of a weight
+        except (InputError, NonFiniteError) as error:  # the second: a damaged number of a weight
+            assert str(folder) in str(error) or isinstance(error, NonFiniteError), error
             return 1
         return 0
 
@@ -135,12 +131,11 @@ def test_no_damage_of_a_folder_is_a_crash(exported, tmp_path):
         refused += sum(attempt(MODEL_JSON, damaged, False) for damaged in mutated_json(told, 30, 5))
     assert refused >= 75, refused  # what was left changed a name, or a number of a weight
     for name in ("decode.onnx", "weights.bin", MODEL_JSON):
-        for kind in ("FIFO", "folder", "character device", "nothing"):
-            shutil.rmtree(folder, ignore_errors=True)
-            shutil.copytree(exported, folder)
-            make_irregular(folder / name, kind)
-            with no_hang(), pytest.raises(InputError):
-                open_export(folder)
+        shutil.copytree(exported, folder, dirs_exist_ok=True)
+        make_irregular(folder / name, "FIFO")
+        with no_hang(), pytest.raises(InputError):
+            open_export(folder)
+        (folder / name).unlink()
 
 
 @pytest.mark.slow
@@ -205,8 +200,9 @@ def test_a_folder_with_a_name_that_an_export_needs_is_left_alone(source, tmp_pat
 def test_an_export_killed_between_its_two_renamings_is_repeated(source, exported, tmp_path):
     for name in (".replaced_model", "model.new"):
         shutil.copytree(exported, tmp_path / name)
-    export(source, tmp_path / "model", "--context=128", "--chunk=8")
-    open_export(tmp_path / "model")
+    for _ in range(2):  # the second time it replaces an export that is whole
+        export(source, tmp_path / "model", "--context=128", "--chunk=8")
+        open_export(tmp_path / "model")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -245,46 +241,6 @@ def test_stored_smaller_it_is_smaller_and_near(source, exported, tmp_path, weigh
     assert size < {"float16": 0.55, "int8": 0.45}[weights] * whole
     found, expected = (OnnxModel(f).read(list(range(20))) for f in (folder, exported))
     assert 0 < np.abs(found - expected).max() < bound * np.abs(expected).max()
-
-
-@pytest.mark.slow
-def test_200_greedy_tokens_are_those_of_xla(tmp_path):
-    """By both command lines, as a user would; test_page.py has runs of two families."""
-    source = hugging_face_folder(tmp_path / "hf", STRETCHED)
-    done = run("browser.export", source, tmp_path / "out")
-    assert done.returncode == 0 and "of PyTorch's in float32" in done.stdout, done.stderr
-    options = ["--temperature=0", "--num_tokens=200", "--prompt", "ROMEO: to be", "question"]
-    by_xla = run("tools.generate", "--hf", source, *options)
-    by_onnx = run("browser.onnx_generate", "--onnx", tmp_path / "out", *options)
-    assert by_onnx.returncode == by_xla.returncode == 0, by_onnx.stderr + by_xla.stderr
-    assert by_onnx.stdout == by_xla.stdout and len(by_onnx.stdout) > 200
-    again = run("browser.export", source, tmp_path / "out")  # an earlier export is replaced
-    assert again.returncode == 0, again.stderr
-
-
-@pytest.mark.slow
-def test_digits_are_read_as_in_pytorch(tmp_path):
-    done = run("distributed_mnist_tpu.py", "--device=cpu", "--num_epochs=3", "--run_dir", tmp_path / "run")
-    assert done.returncode == 0, done.stderr
-    done = run("browser.export", tmp_path / "run", tmp_path / "out")
-    assert done.returncode == 0, done.stderr
-    from browser.onnx_files import open_session
-    from config import MnistConfig
-    from images.mnist import load_dataset
-    from simple_mnist_tpu import ConvNet
-    from tpu_utils.checkpoint.loading import CheckpointReader
-
-    facts, data = open_export(tmp_path / "out"), load_dataset(MnistConfig(dataset="digits"))
-    images, saved = data.test_images[:30], CheckpointReader(tmp_path / "run" / "checkpoints").load("must")
-    config = saved.value("config", dict)
-    model = ConvNet(images.shape[1], config["channels"], config["hidden_dim"])
-    model.load_state_dict({n: saved.files().read(PREFIX + n) for n in model.state_dict()})
-    expected = model(torch.from_numpy(images)).detach().numpy()
-    session = open_session(tmp_path / "out" / "classifier.onnx")
-    pixels = (images[:, None] / 255).astype(np.float32)
-    found = np.concatenate([session.run(["logits"], {"image": image[None]})[0] for image in pixels])
-    assert facts["image_size"] == [*images.shape[1:]] and (found.argmax(1) == expected.argmax(1)).all()
-    np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
 
 
 def test_the_template_of_an_earlier_export_is_known():

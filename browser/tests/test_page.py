@@ -7,19 +7,20 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import onnx_stub
 import pytest
 import tokenizers
 import torch
 import torch_xla
 from chromium import GENERATE, WEB, chromium, isolated_server, load_folder, loaded, missing, plain_server, until
-from mutations import mutated, mutated_json
 from onnx_stub import write_classifier, write_language_model, write_model_json
 from processes import run
+from run_files import summary_in
 from test_tokenizer import trained
 
 from browser import onnx_generate
 from browser.export import chat_of
-from browser.onnx_files import check_chat
+from browser.onnx_files import check_chat, open_session
 from browser.onnx_generate import Mulberry32, choose
 from images.mnist import load_digits
 from images.mnist_files import load_mnist
@@ -28,11 +29,9 @@ from language.data.tokenizer import Bytes, load_tokenizer
 from language.generation import decoding
 from language.generation.sampling import SamplingOptions
 from language.weights import sources
-from simple_mnist_tpu import ConvNet
 from tools import convert_hf, generate
 from tools.generate import GenerateConfig
 from tpu_utils.base.errors import InputError, NonFiniteError
-from tpu_utils.checkpoint.saved import read_checkpoint
 
 needs = pytest.mark.skipif(bool(missing()), reason=f"THE PAGE IN browser/page/ WAS NOT TESTED: {missing()}")
 pytestmark = needs
@@ -55,7 +54,7 @@ def browser():
 def models(tmp_path_factory):
     """The folder that the isolated server has for models."""
     folder = tmp_path_factory.mktemp("models")
-    for kind in ("good", "slow", "endless", "endless_later", "nan", "infinite", "minus_infinite"):
+    for kind in onnx_stub.KINDS:
         write_language_model(folder / kind, kind)
     for kind in ("good", "slow"):
         talks = shutil.copytree(folder / kind, folder / f"{kind}_chat")
@@ -74,14 +73,20 @@ def address(models):
 def page(browser, address):
     """A page of its own; whatever it asks for, and its errors, are looked at when the test is over."""
     context = browser.new_context(viewport=dict(width=1000, height=900), service_workers="block")
-    opened, asked, errors = context.new_page(), [], []
+    made, asked, errors = context.new_page(), [], []
     context.on("request", lambda request: asked.append(request.url))
-    opened.on("pageerror", lambda error: errors.append(str(error)))
-    opened.asked = asked
-    yield opened
+    made.on("pageerror", lambda error: errors.append(str(error)))
+    made.goto(address)
+    yield made
     context.close()
     assert asked and not [url for url in asked if not url.startswith((address, "data:", "blob:"))]
     assert not errors
+
+
+def opened(page, name: str) -> str:
+    """What the page says of models/NAME."""
+    page.goto(f"{page.url.partition('?')[0]}?model=models/{name}")
+    return loaded(page)
 
 
 # ---------------------------------------------------------------------------------------- the same numbers as the host
@@ -96,12 +101,11 @@ def on_host(folder, prompt: list[int], options: dict) -> list[int]:
     return found[:-1] if found[-1] in stops else found
 
 
-def in_page(page, name: str, prompt: str, options: list[dict], threads: int = 0) -> list[dict]:
-    return page.evaluate(GENERATE, [f"models/{name}", prompt, options, threads])
+def in_page(page, name: str, prompt: str, options: list[dict]) -> list[dict]:
+    return page.evaluate(GENERATE, [f"models/{name}", [[prompt, one] for one in options]])
 
 
-def test_a_graph_gives_the_same_tokens_as_on_the_host(page, address, models):
-    page.goto(address)
+def test_a_graph_gives_the_same_tokens_as_on_the_host(page, models):
     options = [GREEDY, *SAMPLED]
     found = in_page(page, "good", "A question", options)
     assert [one["threads"] for one in found] == [min(8, page.evaluate("navigator.hardwareConcurrency"))] * 3
@@ -111,9 +115,8 @@ def test_a_graph_gives_the_same_tokens_as_on_the_host(page, address, models):
     assert len({str(one["tokens"]) for one in found}) == 3
 
 
-def test_sampling_is_that_of_the_host(page, address):
+def test_sampling_is_that_of_the_host(page):
     """Ties, zeros of both signs, minus infinity, whole vocabularies."""
-    page.goto(address)
     random = np.random.default_rng(0)
     cases, expected = [], []
     for number in range(60):
@@ -135,22 +138,9 @@ def test_sampling_is_that_of_the_host(page, address):
         cases,
     )
     assert found == expected
-    seeds = [0, 1, 2**32 - 1]
-    draws = page.evaluate(
-        """async (seeds) => {
-          const { Random } = await import("/sampling.js");
-          const draw = (seed, random = new Random(seed)) => Array.from({ length: 50 }, () => random.next());
-          return seeds.map((seed) => draw(seed));
-        }""",
-        seeds,
-    )
-    for seed, numbers in zip(seeds, draws, strict=True):
-        random = Mulberry32(seed)
-        assert numbers == [random.next() for _ in range(50)] and min(numbers) >= 0 and max(numbers) < 1
 
 
-def test_logits_that_are_not_finite_are_no_answer_as_on_the_host(page, address, models):
-    page.goto(address)
+def test_logits_that_are_not_finite_are_no_answer_as_on_the_host(page, models):
     for kind, options in (("nan", GREEDY), ("nan", SAMPLED[1]), ("infinite", GREEDY), ("minus_infinite", SAMPLED[1])):
         config = SamplingOptions(num_tokens=options["numTokens"], temperature=options["temperature"])
         with pytest.raises(NonFiniteError, match="infinite or not a number") as on_host:
@@ -159,14 +149,13 @@ def test_logits_that_are_not_finite_are_no_answer_as_on_the_host(page, address, 
             in_page(page, kind, "To be", [options])
 
 
-def test_a_digit_of_logits_that_are_not_finite_is_no_answer(page, address, models):
+def test_a_digit_of_logits_that_are_not_finite_is_no_answer(page, models):
     for value in (np.nan, -np.inf):
         offset = np.zeros(10, np.float32)
         offset[3] = value
         folder = models / f"digits_{value}"
         write_classifier(folder, np.zeros((64, 10), np.float32), offset, 8, 0.3, 0.35, "NHWC")
-        page.goto(f"{address}?model=models/{folder.name}")
-        assert "the logits of the image are infinite or not a number; expected numbers" in loaded(page)
+        assert "the logits of the image are infinite or not a number; expected numbers" in opened(page, folder.name)
 
 
 # how Llama 3 and Qwen3 split a text into words
@@ -193,7 +182,7 @@ def sentencepiece_tokenizer(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["bytes", "byte-level", "as Llama 3's", "as Llama 2's"])
-def test_tokenizers_are_those_of_the_host(page, address, tmp_path, kind):
+def test_tokenizers_are_those_of_the_host(page, tmp_path, kind):
     if kind == "as Llama 2's":
         folder = sentencepiece_tokenizer(tmp_path / "tokenizer")
     elif kind != "bytes":
@@ -210,7 +199,6 @@ def test_tokenizers_are_those_of_the_host(page, address, tmp_path, kind):
     letters = [*"abeot hnqsu,.:'\n\t  019", *"caf\u00e9 \u4f60 \U0001f600 don't to be <|end|> </s> e\u0301".split()]
     texts = [*TEXTS, "", " ", *("".join(random.choice(letters, int(random.integers(1, 30)))) for _ in range(60))]
     tokens = [[int(x) for x in random.integers(0, ours.vocab_size, int(random.integers(0, 30)))] for _ in range(60)]
-    page.goto(address)
     made = ["bytes", ""] if kind == "bytes" else ["tokenizer.json", (folder / "tokenizer.json").read_text()]
     encoded, decoded = page.evaluate(
         """async ([kind, content, texts, tokens]) => {
@@ -229,22 +217,18 @@ def test_tokenizers_are_those_of_the_host(page, address, tmp_path, kind):
 def small_source(kind: str, folder: Path) -> Path:
     """A run or a Hugging Face folder of a language model with a context of 256, as browser.export takes it."""
     if kind == "hf":
-        from test_llama_parity import TIED, hugging_face_model  # transformers takes seconds to import
+        from test_llama_parity import STRETCHED, hugging_face_model  # transformers takes seconds to import
 
         trained(folder, begins=True)
-        hugging_face_model(dataclasses.replace(TIED, num_layers=2, sequence_length=256)).save_pretrained(folder)
+        hugging_face_model(dataclasses.replace(STRETCHED, num_layers=2, sequence_length=256)).save_pretrained(folder)
         return folder
     folder.mkdir()
     (folder / "input.txt").write_text("To be, or not to be: that is the question.\n" * 400)
-    size = [
-        "--embedding_dim=64",
-        "--num_layers=2",
-        "--sequence_length=256",
-        "--global_batch_size=4",
-        "--eval_batches=1",
-    ]
+    size = ["--embedding_dim=64", "--num_layers=2", "--sequence_length=256", "--global_batch_size=4"]
     data = ["--dataset=text", "--data_dir", folder, "--train_data=input.txt", "--run_dir", folder / "run"]
-    done = run("transformer_tpu.py", "--device=cpu", *data, *size, "--num_steps=30", "--warmup_steps=2")
+    done = run(
+        "transformer_tpu.py", "--device=cpu", *data, *size, "--num_steps=30", "--warmup_steps=2", "--eval_batches=1"
+    )
     assert done.returncode == 0, done.stderr
     return folder / "run"
 
@@ -261,7 +245,7 @@ TEXTS += ["a<|end|>b <|im_start|>", "\u4f60\u597d"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt", "hf"])
-def test_the_same_tokens_in_browser_and_on_host_and_by_xla(page, address, models, tmp_path, kind):
+def test_the_same_tokens_in_browser_and_on_host_and_by_xla(page, models, tmp_path, kind):
     """200 greedy tokens in float32 three ways, sampled ones two ways; texts are the same tokens in both tokenizers."""
     source = small_source(kind, tmp_path / kind)
     exported = export(source, models / kind)
@@ -272,7 +256,6 @@ def test_the_same_tokens_in_browser_and_on_host_and_by_xla(page, address, models
     device = torch_xla.device()
     (by_xla,) = decoding.generate(sources.load(opened, device), [begins + encode(TEXTS[0])], config, device)
 
-    page.goto(address)
     found = in_page(page, kind, TEXTS[0], [GREEDY, *SAMPLED])
     stops = opened.tokenizer.stops
     assert len(by_xla) == 200 and not stops & {*by_xla}
@@ -287,21 +270,20 @@ def test_the_same_tokens_in_browser_and_on_host_and_by_xla(page, address, models
 
 
 @pytest.mark.slow
-def test_thirty_digits_are_read_as_in_pytorch(page, address, models, mnist_dir, tmp_path):
-    options = ["--dataset=mnist", "--data_dir", mnist_dir, "--num_epochs=1", "--warmup_steps=2", "--channels=8"]
-    done = run("simple_mnist_tpu.py", "--device=cpu", *options, "--run_dir", tmp_path / "run")
+def test_digits_are_read_as_in_training(page, models, tmp_path):
+    """All test digits on the host, thirty in the page; the export itself has compared logits with PyTorch's."""
+    done = run("distributed_mnist_tpu.py", "--device=cpu", "--num_epochs=3", "--run_dir", tmp_path / "run")
     assert done.returncode == 0, done.stderr
-    export(tmp_path / "run", models / "trained")
-    images = load_mnist(mnist_dir, download=False).test_images[:30]
-    saved = read_checkpoint(max((tmp_path / "run" / "checkpoints").glob("step_*")))
-    config = json.loads((tmp_path / "run" / "config.json").read_text())
-    model = ConvNet(28, config["channels"], config["hidden_dim"])
-    model.load_state_dict(saved.part("model"))
-    with torch.no_grad():
-        expected = model(torch.tensor(images)).argmax(1).tolist()
-    page.goto(f"{address}?model=models/trained")
-    assert "ready" in loaded(page)
-    assert [digit for digit, _ in read_in_page(page, images)] == expected
+    session, data = open_session(export(tmp_path / "run", models / "trained") / "classifier.onnx"), load_digits()
+
+    def read(image) -> int:
+        pixels = (image[None, None] / 255).astype(np.float32)
+        return int(session.run(["logits"], {"image": pixels})[0].argmax())
+
+    found = [read(image) for image in data.test_images]
+    assert np.mean(found == data.test_labels) == pytest.approx(summary_in(tmp_path / "run")["test_accuracy"])
+    assert "ready" in opened(page, "trained")
+    assert all(digit == read(seen) for digit, seen in read_in_page(page, data.test_images[:30]))
 
 
 # ------------------------------------------------------------------------------------------------------------ the page
@@ -315,10 +297,9 @@ def finished(page) -> str:
     return status(page) or page.inner_text("#text-problem")
 
 
-def test_by_keyboard_alone(page, address):
+def test_by_keyboard_alone(page):
     """Focus goes to what can be used, and is seen; a status is said once, not for every token."""
-    page.goto(f"{address}?model=models/slow")
-    assert loaded(page) == "slow is ready: a language model."
+    assert opened(page, "slow") == "slow is ready: a language model."
     page.evaluate(
         """() => {
           globalThis.said = [];
@@ -328,19 +309,11 @@ def test_by_keyboard_alone(page, address):
         }"""
     )
     active = "document.activeElement.id"
-    order = ["folder", "prompt", "num-tokens", "temperature", "top-k", "top-p", "seed", "generate"]
-    for name in order:
+    for name in ("folder", "prompt", "num-tokens", "temperature", "top-k", "top-p", "seed", "generate"):
         page.keyboard.press("Tab")
         assert page.evaluate(active) == name
-        seen = page.evaluate(
-            """(name) => {
-              const shown = name === "folder" ? document.querySelector(".button") : document.activeElement;
-              const style = getComputedStyle(shown);
-              return style.outlineStyle + style.outlineWidth;
-            }""",
-            name,
-        )
-        assert seen == "solid3px", name
+        shown = "document.querySelector('.button')" if name == "folder" else "document.activeElement"
+        assert page.evaluate(f"getComputedStyle({shown}).outline").endswith("solid 3px"), name
         if name == "prompt":
             page.keyboard.press("Control+a")
             page.keyboard.type("to be")
@@ -368,9 +341,8 @@ def test_by_keyboard_alone(page, address):
     assert re.fullmatch(r"[\d.]+ tokens/s, 2 tokens, \d threads?", page.inner_text("#speed"))
 
 
-def test_a_form_says_what_it_expects(page, address):
-    page.goto(f"{address}?model=models/good")
-    assert "ready" in loaded(page)
+def test_a_form_says_what_it_expects(page):
+    assert "ready" in opened(page, "good")
     assert page.inner_text("#text-model").startswith("good: gpt2, float32, context 256, ")
     for name, value, told in (
         ("num-tokens", "0", "Tokens is 0; expected a whole number from 1"),
@@ -393,7 +365,7 @@ def test_a_form_says_what_it_expects(page, address):
     assert page.is_hidden("#text-problem")
 
 
-def test_what_a_folder_says_is_text_and_no_script_runs(page, address, models):
+def test_what_a_folder_says_is_text_and_no_script_runs(page, models):
     """Neither of a folder nor of a page that somebody has changed: the policy forbids it."""
     page.add_init_script(
         """globalThis.broken = [];
@@ -403,8 +375,7 @@ def test_what_a_folder_says_is_text_and_no_script_runs(page, address, models):
     folder = shutil.copytree(models / "good", models / "html", dirs_exist_ok=True)
     model = json.loads((folder / "model.json").read_text()) | dict(source=html, family=html)
     write_model_json(folder, model)
-    page.goto(f"{address}?model=models/html")
-    assert "ready" in loaded(page)
+    assert "ready" in opened(page, "html")
     page.fill("#prompt", html)
     page.click("#generate")
     assert finished(page).startswith("Done")
@@ -462,7 +433,7 @@ CONTRAST = """() => {
 }"""
 
 
-def test_it_is_read_by_everybody(page, address, models):
+def test_it_is_read_by_everybody(page, models):
     """Contrast of 4.5 in both schemes, disabled or not; nothing beside 360 pixels; every control has a name."""
 
     def check_contrast():
@@ -470,7 +441,6 @@ def test_it_is_read_by_everybody(page, address, models):
             page.emulate_media(color_scheme=scheme)
             assert page.evaluate(CONTRAST) == [], scheme
 
-    page.goto(address)
     check_contrast()
     assert load_folder(page, models / "good") == "good is ready: a language model."
     page.fill("#num-tokens", "0")
@@ -496,22 +466,13 @@ PROMPTS = """async ([path, content, chat, conversations]) => {
     try { return format.prompt(messages); } catch (error) { return error.message; }
   });
 }"""
-TURNS = """async ([path, conversations, options]) => {
-  const { readFolder, servedFolder } = await import("/folder.js"), { Engine } = await import("/engine.js");
-  const engine = new Engine(), found = [];
-  await engine.load(await readFolder(servedFolder(path), () => {}, new AbortController().signal));
-  for (const messages of conversations) found.push(await engine.generate(messages, options, () => {}));
-  engine.end("done");
-  return found;
-}"""
 
 
-def test_a_conversation_has_the_tokens_of_training_in_the_page_and_on_the_host(page, address, tmp_path):
+def test_a_conversation_has_the_tokens_of_training_in_the_page_and_on_the_host(page, tmp_path):
     """In every format; a special token that somebody typed is text, and one that no tokenizer hides is refused."""
     pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
     from test_tokenizer_files import OTHERS, SPECIAL, conversations, train_tokenizer
 
-    page.goto(address)
     base = train_tokenizer(tmp_path / "base", special=[*SPECIAL, *OTHERS])
     olmo2 = train_tokenizer(tmp_path / "olmo2", special=[*SPECIAL, *FORMATS["olmo2"][1:]])
     said = [messages[:-1] for messages in conversations(20)]
@@ -535,8 +496,7 @@ def test_a_conversation_has_the_tokens_of_training_in_the_page_and_on_the_host(p
             assert tokens == prompt_of_chat(messages, name, ours), (name, messages)
 
 
-def test_a_damaged_format_is_refused_in_both_places(page, address):
-    page.goto(address)
+def test_a_damaged_format_is_refused_in_both_places(page):
     chat = chat_of("plain", Bytes())
     model = dict(format="tpu-examples-onnx-1", kind="language_model", family="x", weights="float32", context=8, chunk=8)
     model |= dict(vocab_size=257, num_layers=1, num_cached_heads=1, head_dim=1, start=256, stops=[], tokenizer="bytes")
@@ -563,11 +523,11 @@ def answered(page) -> str:
     return status(page) or page.inner_text("#text-problem")
 
 
-def test_a_conversation_in_the_page(page, address):
-    page.goto(f"{address}?model=models/good")
-    assert "ready" in loaded(page) and page.is_hidden("#chat") and page.is_visible("#prompt")
-    page.goto(f"{address}?model=models/good_chat")
-    assert "ready" in loaded(page) and page.inner_text("#text-title") == "Chat" and page.is_hidden("#prompt")
+def test_a_conversation_in_the_page(page):
+    assert "ready" in opened(page, "good") and page.is_hidden("#chat") and page.is_visible("#prompt")
+    assert (
+        "ready" in opened(page, "good_chat") and page.inner_text("#text-title") == "Chat" and page.is_hidden("#prompt")
+    )
     page.fill("#num-tokens", "3")
     html = "<img src=x onerror=ran=1><|im_end|>"
     page.focus("#message")
@@ -597,9 +557,8 @@ def test_a_conversation_in_the_page(page, address):
         assert page.evaluate(CONTRAST) == []
 
 
-def test_an_answer_is_stopped_and_the_next_begins_when_it_has_ended(page, address):
-    page.goto(f"{address}?model=models/slow_chat")
-    assert "ready" in loaded(page)
+def test_an_answer_is_stopped_and_the_next_begins_when_it_has_ended(page):
+    assert "ready" in opened(page, "slow_chat")
     page.fill("#message", "to be")
     page.keyboard.press("Enter")
     until(page, lambda: said_in(page)[1:] and said_in(page)[1])
@@ -628,7 +587,7 @@ def test_an_answer_is_stopped_and_the_next_begins_when_it_has_ended(page, addres
 
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ["qwen3", "gemma"])  # a run has the first, the template of a folder the second
-def test_a_chat_of_two_turns_is_the_same_in_four_places(page, address, models, tmp_path, format):
+def test_a_chat_of_two_turns_is_the_same_in_four_places(page, models, tmp_path, format):
     """transformers, XLA, onnxruntime on the host, the page: the same tokens, and the same one ends them."""
     transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
     from test_tokenizer_files import OTHERS, SPECIAL, by_heart, config_of, save_run, train_tokenizer
@@ -662,9 +621,8 @@ def test_a_chat_of_two_turns_is_the_same_in_four_places(page, address, models, t
         messages.append(dict(role="assistant", content=texts[-1]))
     assert texts[1] == "Me, a question."
 
-    page.goto(f"{address}?model=models/{name}")
-    assert "ready" in loaded(page)
-    found = page.evaluate(TURNS, [f"models/{name}", conversations, GREEDY])
+    assert "ready" in opened(page, name)
+    found = page.evaluate(GENERATE, [f"models/{name}", [[messages, GREEDY] for messages in conversations]])
     assert [[*one["tokens"], one["end"]] for one in found] == expected
     lengths = [len(prompt_of_chat(messages, format, source.tokenizer)) for messages in conversations]
     assert found[0]["read"] == lengths[0] and found[1]["read"] < lengths[1], "what the cache has is not read again"
@@ -722,12 +680,11 @@ def nearest_mean(images: np.ndarray, labels: np.ndarray, folder, mean: float, st
     return lambda images: (((images / 255 - mean) / std).reshape(len(images), -1) @ table + offset).argmax(1)
 
 
-def test_digits_are_read_as_on_the_host(page, address, models):
+def test_digits_are_read_as_on_the_host(page, models):
     """Test digits rendered on the paper; then one drawn by keyboard and one by mouse."""
     digits = load_digits()
     read = nearest_mean(digits.train_images, digits.train_labels, models / "digits", 0.3, 0.35, "NHWC")
-    page.goto(f"{address}?model=models/digits")
-    assert loaded(page) == "digits is ready: a model that reads digits."
+    assert opened(page, "digits") == "digits is ready: a model that reads digits."
     test, expected = digits.test_images[:15], read(digits.test_images[:15])
     found = read_in_page(page, test)
     for got, seen in found:
@@ -759,12 +716,11 @@ def test_digits_are_read_as_on_the_host(page, address, models):
     until(page, lambda: page.inner_text("#digits-status").startswith("The model reads 0,"))
 
 
-def test_a_digit_of_mnist_is_scaled_and_centred_as_it_was(page, address, models, mnist_dir):
+def test_a_digit_of_mnist_is_scaled_and_centred_as_it_was(page, models, mnist_dir):
     """Rendered on the paper, images of MNIST come back exactly: there is one way to scale and centre them."""
     mnist = load_mnist(mnist_dir, download=False)
     read = nearest_mean(mnist.train_images, mnist.train_labels, models / "mnist", 0.1307, 0.3081, "NCHW")
-    page.goto(f"{address}?model=models/mnist")
-    assert "ready" in loaded(page)
+    assert "ready" in opened(page, "mnist")
     for image, (got, seen) in zip(mnist.test_images, read_in_page(page, mnist.test_images[:10]), strict=False):
         assert got == read(image[None])[0] and (seen == image).all()
 
@@ -775,7 +731,7 @@ def forged(folder, model: dict) -> None:
     write_model_json(folder, {name: value for name, value in model.items() if name != "files"})
 
 
-def damages(good, other):
+def damages(good):
     """(name, what to do to a copy of a good folder, what the page says); the first ones need no worker to see it."""
     model = json.loads((good / "model.json").read_text())
     graph = (good / "decode.onnx").read_bytes()
@@ -807,30 +763,17 @@ def damages(good, other):
     def replaced(content, name="decode.onnx"):
         return lambda to: ((to / name).write_bytes(content), forged(to, model))
 
-    yield "an opset to come", replaced((other / "opset.onnx").read_bytes()), "decode.onnx cannot be loaded"
+    yield "an opset to come", replaced(onnx_stub.graph("good", 1, 99).SerializeToString()), "cannot be loaded"
     yield "another size", lambda to: forged(to, model | dict(vocab_size=300)), "outputs are logits float32 [1,257]"
     yield "half a graph", replaced(graph[: len(graph) // 2]), "decode.onnx cannot be loaded"
     yield "a graph of another", replaced((good / "prefill.onnx").read_bytes()), "files of two models are mixed"
-    yield "weights outside", replaced((other / "outside.onnx").read_bytes()), "decode.onnx cannot be loaded"
+    yield "weights outside", replaced(graph.replace(b"weights.bin", b"/etc/passwd")), "decode.onnx cannot be loaded"
     yield "few weights", replaced((good / "weights.bin").read_bytes()[:1000], "weights.bin"), "cannot be loaded"
 
 
-@pytest.fixture(scope="module")
-def others(tmp_path_factory):
-    import onnx
-    import onnx_stub
-
-    folder = tmp_path_factory.mktemp("others")
-    onnx.save(onnx_stub.graph("good", 1, 256, 99), folder / "opset.onnx")
-    good = onnx_stub.graph("good", 1, 256, 18).SerializeToString()
-    (folder / "outside.onnx").write_bytes(good.replace(b"weights.bin", b"/etc/passwd"))
-    return folder
-
-
 @pytest.mark.parametrize("which", ["first", pytest.param("last", marks=pytest.mark.slow)])
-def test_a_damaged_folder_gets_a_message(page, address, models, others, tmp_path, which):
-    page.goto(address)
-    cases = list(damages(models / "good", others))
+def test_a_damaged_folder_gets_a_message(page, models, tmp_path, which):
+    cases = list(damages(models / "good"))
     first = 2 + [name for name, *_ in cases].index("an opset to come")
     for number, (name, damage, said) in enumerate(cases[:first] if which == "first" else cases[first:]):
         folder = shutil.copytree(models / "good", tmp_path / str(number))
@@ -840,37 +783,29 @@ def test_a_damaged_folder_gets_a_message(page, address, models, others, tmp_path
         assert page.is_disabled("#generate") and page.is_visible("#loader-problem"), name
 
 
-def test_an_address_leads_to_models_alone_and_numbers_are_looked_at(page, address):
-    page.goto(f"{address}?model=models/../page.js")
-    assert "expected models/NAME" in loaded(page)
-    page.goto(f"{address}?model=models/absent")
-    assert "models/absent/model.json: the server answered 404" in loaded(page)
-    page.goto(f"{address}?model=models/nan")
-    assert "ready" in loaded(page)
-    page.click("#generate")
-    assert re.match(r"the logits behind \d+ tokens are infinite or not a number; expected numbers", finished(page))
+def test_an_address_leads_to_models_alone_and_what_is_not_there_is_named(page):
+    assert "expected models/NAME" in opened(page, "../page.js")
+    assert "models/absent/model.json: the server answered 404" in opened(page, "absent")
     for path, told in (
         ("jinja/dist/index.js", "@huggingface/jinja is not beside the page: run npm ci --ignore-scripts --prefix"),
         ("*.jinja", "chat_templates/plain.jinja is not beside the page: copy it from language/data"),
         ("*.wasm", "onnxruntime-web is not beside the page: run npm ci --ignore-scripts --prefix browser/page"),
     ):
         page.route(f"**/{path}", lambda route: route.fulfill(status=404))
-        page.goto(f"{address}?model=models/good_chat")
-        assert told in loaded(page)
+        assert told in opened(page, "good_chat")
         page.unroute(f"**/{path}")
 
 
-def test_a_load_that_never_ends_is_cancelled(page, address):
-    page.goto(f"{address}?model=models/endless")
+def test_a_load_that_never_ends_is_cancelled(page):
+    page.goto(f"{page.url}?model=models/endless")
     until(page, lambda: "Starting the model" in page.inner_text("#loader-status"))
     page.click("#cancel")
     assert loaded(page) == "Loading was cancelled."
 
 
 @pytest.mark.slow
-def test_a_model_that_never_answers_is_ended(page, address):
-    page.goto(f"{address}?model=models/endless_later")
-    assert "ready" in loaded(page)
+def test_a_model_that_never_answers_is_ended(page):
+    assert "ready" in opened(page, "endless_later")
     page.click("#generate")
     until(page, lambda: page.inner_text("#generated"))
     page.click("#stop")
@@ -878,33 +813,6 @@ def test_a_model_that_never_answers_is_ended(page, address):
     until(page, lambda: page.is_visible("#text-problem"))
     assert "did not stop within 5 seconds and was ended; load it again" in page.inner_text("#text-problem")
     assert page.is_disabled("#generate")
-
-
-@pytest.mark.exhaustive
-def test_a_hundred_damaged_folders(page, address, models, tmp_path):
-    """Each is refused with a message, or harmless; half of them with hashes that fit the damage."""
-    page.goto(address)
-    good = models / "good"
-    model = json.loads((good / "model.json").read_text())
-    names = ("prefill.onnx", "decode.onnx", "model.json", "weights.bin")
-    made = {name: mutated((good / name).read_bytes(), 40, seed=1) for name in names}
-    made["model.json"] = mutated_json(model, 40, seed=1)
-    folder, refused = shutil.copytree(good, tmp_path / "damaged"), 0
-    for number in range(100):
-        name = names[number % 4]
-        shutil.copytree(good, folder, dirs_exist_ok=True)
-        (folder / name).write_bytes(next(made[name]))
-        if number % 8 < 4 and name != "model.json":
-            forged(folder, model)
-        told = load_folder(page, folder)
-        if page.is_visible("#loader-problem"):
-            refused += 1
-            assert 20 < len(told) < 700 and "\n" not in told, told
-        else:
-            assert told == "damaged is ready: a language model."
-            page.click("#generate")
-            assert finished(page)
-    assert 70 < refused < 100
 
 
 # --------------------------------------------------------------------------------------------------------- the servers
@@ -921,11 +829,8 @@ def test_it_runs_from_pythons_own_server_with_one_thread(browser, models):
 
 
 def test_what_is_beside_the_page_is_pinned():
+    """npm ci installs what the lock has, where it fits package.json."""
     wanted = json.loads((WEB / "package.json").read_text())["dependencies"]
-    lock = json.loads((WEB / "package-lock.json").read_text())["packages"]
     assert all(re.fullmatch(r"\d+\.\d+\.\d+", version) for version in wanted.values())
-    for name, package in lock.items():
-        assert not name or package["integrity"].startswith("sha512-"), name
-    for name, version in wanted.items():
-        assert lock[f"node_modules/{name}"]["version"] == version
-        assert json.loads((WEB / "node_modules" / name / "package.json").read_text())["version"] == version
+    lock = json.loads((WEB / "package-lock.json").read_text())["packages"]
+    assert all(package["integrity"].startswith("sha512-") for name, package in lock.items() if name)

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,35 +12,27 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
 from processes import DEVICE_VARIABLES, ROOT, free_port
 
 
 def below(top: int) -> dict[int, str]:
     """{pid: command} of all processes that this one has started, and they in turn."""
-    parents, commands = {}, {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has just ended
-            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            commands[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    found, wanted = {}, {top}
-    while wanted:
-        wanted = {pid for pid, parent in parents.items() if parent in wanted}
-        found |= {pid: commands[pid] for pid in wanted if pid in commands}
+    found = {}
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(top).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                found[process.pid] = " ".join(process.cmdline())
     return found
 
 
-def listening(pids) -> list[str]:
-    """Addresses, in hexadecimal as the kernel shows them, at which these processes take TCP connections."""
-    inodes, found = set(), []
+def listening(pids) -> set[str]:
+    """Addresses at which these processes take TCP connections."""
+    found = set()
     for pid in pids:
-        for link in Path(f"/proc/{pid}/fd").glob("*"):
-            with contextlib.suppress(OSError):
-                inodes.add(str(link.readlink()))
-    for table in ("tcp", "tcp6"):
-        for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            words = row.split()
-            if words[3] == "0A" and f"socket:[{words[9]}]" in inodes:
-                found.append(words[1].split(":")[0])
+        with contextlib.suppress(psutil.NoSuchProcess):
+            sockets = psutil.Process(pid).net_connections("tcp")
+            found |= {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}
     return found
 
 
@@ -55,9 +48,7 @@ class Nodes:
         kept = {name: os.environ[name] for name in names}
         ours = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token, "RAY_USAGE_STATS_ENABLED": "0"}
         ours |= {"XDG_CACHE_HOME": str(self.folder / "cache"), "RAY_ENABLE_IPV6": "0"}
-        ours |= {
-            "RAY_health_check_period_ms": "1000"
-        }  # a host that does not answer five times is lost; Ray asks each 3 s
+        ours |= {"RAY_health_check_period_ms": "1000"}  # a host that does not answer five times is lost
         ours |= {"PATH": f"{Path(sys.executable).parent}:{kept['PATH']}"}
         self.environment = kept | ours | {name: str(value) for name, value in variables.items()}
         self.gcs, self.port = free_port(), free_port()
@@ -93,16 +84,12 @@ class Nodes:
             time.sleep(0.05)
         return found
 
-    def add(self, name: str, chips: int, **more) -> None:
-        self.add_all({name: dict(chips=chips, **more)})
+    def wait_until(self, name: str, what: str) -> None:
+        """what: running or waiting."""
+        self.wait_for(lambda: any(run["name"] == name for run in self.state()[what]))
 
-    def add_all(self, hosts: dict[str, dict]) -> None:
-        """Hosts by name. With slice_name workers of a pretended slice: the variables and labels that Ray reads."""
-        for name, about in hosts.items():
-            self._add(name, **about)
-            self._there(name)  # two at once on one machine take each other's sockets
-
-    def _add(self, name: str, chips: int, slice_name="", worker=0, kind="", shape="", **variables) -> None:
+    def add(self, name: str, chips: int, slice_name="", worker=0, kind="", shape="", **variables) -> None:
+        """A host. With slice_name a worker of a pretended slice: the variables and labels that Ray reads."""
         resources, labels = {"TPU": chips}, []
         if slice_name:
             variables |= {"TPU_NAME": slice_name, "TPU_WORKER_ID": worker, "TPU_ACCELERATOR_TYPE": kind}
@@ -112,6 +99,7 @@ class Nodes:
             labels = [f"--labels={text}ray.io/tpu-topology={shape},ray.io/tpu-pod-type={kind}"]
         options = [f"--address=127.0.0.1:{self.gcs}", "--num-cpus=1", f"--resources={json.dumps(resources)}", *labels]
         self._start(name, options, {key: str(value) for key, value in variables.items()})
+        self._there(name)  # two at once on one machine take each other's sockets
 
     def children(self, name: str) -> dict[int, str]:
         """{pid: command} of all processes below a host's `ray start`."""
@@ -128,16 +116,14 @@ class Nodes:
     def close(self) -> None:
         for name in [name for name in self.processes if name != "head"] + ["head"]:
             self.kill(name)
-        subprocess.run(["rm", "-rf", str(self.folder)], check=False)
-
-    def command(self, *arguments: object) -> list[str]:
-        return [sys.executable, str(ROOT / "cluster"), *map(str, arguments)]
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def start(self, *arguments: object, folder: Path = ROOT, **variables) -> subprocess.Popen:
         """`python -m cluster ARGUMENTS` against this cluster, under way."""
         environment = self.environment | {"RAY_ADDRESS": self.address} | {k: str(v) for k, v in variables.items()}
         pipe = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        return subprocess.Popen(self.command(*arguments), cwd=folder, env=environment, **pipe)
+        command = [sys.executable, str(ROOT / "cluster"), *map(str, arguments)]
+        return subprocess.Popen(command, cwd=folder, env=environment, **pipe)
 
     def run(
         self, *arguments: object, folder: Path = ROOT, timeout: float = 600, **variables

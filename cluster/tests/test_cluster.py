@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
@@ -15,10 +14,11 @@ import pytest
 from processes import QUICKLY_COMPILED, ROOT, environment_with, run
 from ray_nodes import Nodes, below, listening
 from reports import a_report
-from run_files import losses_in, state_in
+from run_files import assert_identical, losses_in, saved_steps, state_in
 
+from cluster import admission, command
 from cluster.command import check_run, parse
-from tpu_compiler.decide import search
+from tpu_utils.base.errors import run_script
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None,
@@ -35,13 +35,6 @@ while time.monotonic() < end and not os.path.exists(os.environ.get("MY_END", "")
     time.sleep(0.05)
 sys.exit(int(os.environ.get("MY_CODE", "0")))
 """
-
-
-def command(*arguments, **variables) -> subprocess.CompletedProcess:
-    kept = {name: value for name, value in environment_with(variables).items() if not name.startswith("RAY_")}
-    given = kept | {name: str(value) for name, value in variables.items()}
-    line = [sys.executable, "-m", "cluster", *map(str, arguments)]
-    return subprocess.run(line, cwd=ROOT, env=given, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.parametrize(
@@ -61,9 +54,6 @@ def command(*arguments, **variables) -> subprocess.CompletedProcess:
     ],
 )
 def test_bad_input_is_one_message(arguments, message, monkeypatch, capsys):
-    from cluster import command
-    from tpu_utils.base.errors import run_script
-
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.chdir(ROOT)
     assert run_script(lambda: command.main(arguments)) == 2
@@ -71,29 +61,26 @@ def test_bad_input_is_one_message(arguments, message, monkeypatch, capsys):
     assert message in said and said.startswith("error: ") and len(said.splitlines()) == 1
 
 
-def test_a_script_that_would_not_understand_its_options_is_named(capsys, tmp_path):
+@pytest.mark.parametrize(
+    "options, note",
+    [
+        ("mine.py", "one without them wants --plain"),
+        ("mine.py --plain", ""),
+        ("simple_mnist_tpu.py --chips 2", "leave the others idle"),
+        ("simple_mnist_tpu.py --chips 1", ""),
+        *((f"{name}_tpu.py --chips 4", "") for name in "distributed_mnist ddp_mnist resnet_cifar transformer".split()),
+    ],
+)
+def test_what_a_script_would_not_understand_or_use_is_noted(options, note, monkeypatch, capsys, tmp_path):
     """With a storage set, a script gets --run_dir and --resume."""
     (tmp_path / "mine.py").write_text("print(1)")
-    check_run(parse(["run", "mine.py"]), tmp_path)
-    assert "one without them wants --plain" in capsys.readouterr().out
-    check_run(parse(["run", "mine.py", "--plain"]), tmp_path)
-    for script in ("simple_mnist_tpu.py", "transformer_tpu.py"):
-        check_run(parse(["run", script]), ROOT)
-    assert capsys.readouterr().out == ""
-
-
-def test_chips_that_a_script_would_leave_idle_are_named(monkeypatch, capsys):
-    monkeypatch.chdir(ROOT)
-    others = ("distributed_mnist_tpu.py", "ddp_mnist_tpu.py", "resnet_cifar_tpu.py", "transformer_tpu.py")
-    one = "simple_mnist_tpu.py"
-    for script, chips, noted in [(one, 2, True), (one, 1, False), *((other, 4, False) for other in others)]:
-        check_run(parse(["run", script, "--chips", str(chips)]), ROOT)
-        assert ("leave the others idle" in capsys.readouterr().out) == noted, script
+    folder = tmp_path if "mine" in options else ROOT
+    check_run(parse(["run", *options.split()]), folder)
+    said = capsys.readouterr().out
+    assert note in said and bool(note) == bool(said)
 
 
 def test_a_typo_gets_the_nearest_option(capsys):
-    from cluster import command
-
     with pytest.raises(SystemExit) as ended:
         command.main(["run", "setup_tpu.py", "--chisp", "2"])
     said = capsys.readouterr().err
@@ -111,17 +98,12 @@ def test_without_ray_it_says_how_to_get_it(tmp_path):
     assert done.returncode == 2 and "pip install -r cluster/requirements.txt" in done.stderr, done.stderr
 
 
-def test_what_does_not_fit_is_refused_before_it_is_queued(monkeypatch, capsys, tmp_path):
-    from cluster import command
-    from tpu_utils.base.errors import run_script
-
+def test_what_does_not_fit_is_refused_before_it_is_queued(monkeypatch, capsys):
     asked = []
 
-    def answer(script, topology, options, *rest):
+    def answer(script, topology, options):
         asked.append((Path(script).name, topology, options))
         return a_report(topology=topology, compiles=False, fits=False, peak_bytes=20 << 30, limit_bytes=16 << 30)
-
-    from cluster import admission
 
     monkeypatch.setattr(admission, "compile_script", answer)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -130,7 +112,7 @@ def test_what_does_not_fit_is_refused_before_it_is_queued(monkeypatch, capsys, t
     code = run_script(lambda: command.main(["run", "tests/tiny_training.py", "--slice", "v5litepod-4", "--", *options]))
     said = capsys.readouterr().err
     assert code == 2 and asked == [("tiny_training.py", "v5litepod-4", ["--width", "9"])]
-    assert "does not fit" in said and "nothing was queued" in said and search.OUTPUT_VARIABLE not in said
+    assert "does not fit" in said and "nothing was queued" in said
 
 
 @pytest.mark.slow
@@ -143,7 +125,7 @@ def test_alone_it_feels_like_running_the_script(tmp_path):
     line += ["--env", "MY_CODE", "--env", "MY_SECONDS"]
     given = environment_with({"MY_CODE": 7, "MY_SECONDS": 3})
     process = subprocess.Popen(line, cwd=tmp_path, env=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    said, addresses = "", []
+    said, addresses = "", set()
     for text in process.stdout:
         said += text
         if text.startswith("FOLDER"):
@@ -154,10 +136,8 @@ def test_alone_it_feels_like_running_the_script(tmp_path):
     variables = json.loads(re.search(r"SAYS (.*)", said)[1])
     assert variables["CPU_NUM_DEVICES"] == "2" and not any(name.startswith(("RAY_", "OMP_")) for name in variables)
     assert f"FOLDER {tmp_path}" in said
-    sessions = set(Path("/tmp").glob("tpu_ray_*")) - before
-    assert not sessions
-    loopback = ("0100007F", "0" * 16 + "FFFF00000100007F", "0" * 24 + "01000000")
-    assert addresses and set(addresses) <= set(loopback), addresses
+    assert not set(Path("/tmp").glob("tpu_ray_*")) - before
+    assert addresses and addresses <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, addresses
 
 
 MNIST = ["--warmup_steps=2", "--save_every=5", "--channels=4", "--hidden_dim=16", "--device=cpu"]
@@ -176,7 +156,8 @@ RUNS = {  # name: (user, chips, script and options); show.py holds its chips and
 def cluster():
     nodes = Nodes(XLA_FLAGS=QUICKLY_COMPILED)  # as the runs beside it: their bits are compared
     try:
-        nodes.add_all({"a": dict(chips=4), "b": dict(chips=4)})
+        nodes.add("a", 4)
+        nodes.add("b", 4)
         yield nodes
     finally:
         nodes.close()
@@ -192,32 +173,20 @@ def show(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    """What the same scripts end with by themselves: by (script, chips) a run directory."""
-    made = {}
-
-    def once(chips: int, words: list[str]) -> Path:
-        key = words[0], chips
-        if key not in made:
-            made[key] = tmp_path_factory.mktemp("plain") / words[0]
-            place = dict(PJRT_DEVICE="CPU", CPU_NUM_DEVICES=chips, XLA_FLAGS=QUICKLY_COMPILED)
-            done = run(*words, "--run_dir", made[key], **place)
-            assert done.returncode == 0, done.stderr
-        return made[key]
-
-    return once
+def by_itself(folder: Path, chips: int, words: list[str]) -> Path:
+    """The run directory that the same script ends with without a cluster."""
+    run_dir = folder / f"{words[0]}_by_itself"
+    place = dict(PJRT_DEVICE="CPU", CPU_NUM_DEVICES=chips, XLA_FLAGS=QUICKLY_COMPILED)
+    done = run(*words, "--run_dir", run_dir, **place)
+    assert done.returncode == 0, done.stderr
+    return run_dir
 
 
-def same(found: Path, expected: Path) -> None:
+def assert_same(*run_dirs: Path) -> None:
     """The last checkpoint, bit for bit, and every loss."""
-    last = [sorted((folder / "checkpoints").glob("step_*"))[-1] for folder in (found, expected)]
-    assert last[0].name == last[1].name
-    one, other = state_in(last[0]), state_in(last[1])
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert value == other[name] if not hasattr(value, "shape") else (value == other[name]).all(), name
-    assert losses_in(found) == losses_in(expected)
+    assert_identical(*(state_in(max((folder / "checkpoints").glob("step_*"))) for folder in run_dirs))
+    found, expected = map(losses_in, run_dirs)
+    assert found == expected
 
 
 def chips_in_use(events: list[dict]) -> list[int]:
@@ -235,7 +204,7 @@ def chips_in_use(events: list[dict]) -> list[int]:
 
 
 @pytest.mark.slow
-def test_three_users_submit_four_runs_at_once(cluster, plain, show, tmp_path):
+def test_three_users_submit_four_runs_at_once(cluster, show, tmp_path):
     """All finish, on disjoint chips, never more than there are; each that trains is bit-identical to the script run
     alone."""
     clients = {}
@@ -246,8 +215,7 @@ def test_three_users_submit_four_runs_at_once(cluster, plain, show, tmp_path):
         options += ["--detach"] if user == "carol" else []
         place = {} if name in trained else dict(folder=show, MY_SECONDS=2)
         clients[name] = cluster.start("run", words[0], *options, "--", *words[1:], **place)
-    for _, chips, words in trained.values():
-        plain(chips, words)  # meanwhile
+    references = {name: by_itself(tmp_path, chips, words) for name, (_, chips, words) in trained.items()}  # meanwhile
     for name, process in clients.items():
         out, err = process.communicate(timeout=600)
         assert process.returncode == 0, (out, err)
@@ -256,8 +224,8 @@ def test_three_users_submit_four_runs_at_once(cluster, plain, show, tmp_path):
     events = cluster.state()["events"]
     assert max(chips_in_use(events)) <= 8
     assert not any(event["what"] == "lost" for event in events)
-    for name, (_, chips, words) in trained.items():
-        same(tmp_path / name, plain(chips, words))
+    for name, reference in references.items():
+        assert_same(tmp_path / name, reference)
     listed = json.loads(cluster.run("list", "--json").stdout)
     found = {run["name"]: (run["user"], run["state"]) for run in listed}
     assert {name: found[name] for name in RUNS} == {name: (user, "done") for name, (user, *_) in RUNS.items()}
@@ -329,71 +297,47 @@ def host_of(cluster, name: str) -> str:
 
 @pytest.mark.slow
 def test_killed_workers_nodes_and_clients_cost_nothing(cluster, show, tmp_path):
-    """kill -9 of clients while they follow and while they wait, of the script in a save, of Ray's worker, of a host."""
+    """kill -9 of clients while they follow and while they wait, of the script, of Ray's worker, of a host."""
     words = ["simple_mnist_tpu.py", *MNIST, "--num_epochs=60", "--keep_checkpoints=2"]
     options = ["--storage", tmp_path, "--chips", 1, "--no_check", "--retries", 5]
     client = cluster.start("run", words[0], *options, "--name", "killed", "--", *words[1:])
-    checkpoints = tmp_path / "killed" / "checkpoints"
 
     def step() -> int:
-        done = sorted(checkpoints.glob("step_*/done"))
-        return int(done[-1].parent.name.split("_")[1]) if done else 0
+        return max(saved_steps(tmp_path / "killed"), default=0)
 
     def starts() -> int:
         return sum(e["what"] == "starts" and e["name"] == "killed" for e in cluster.state()["events"])
 
-    def comes_back(kill, pids) -> None:
+    def comes_back(kill, what) -> None:
         before, had = step(), starts()
-        kill(pids[-1])
+        kill(what)
         cluster.wait_for(lambda: starts() > had)
         cluster.wait_for(lambda: step() > before)
 
-    def kill_process(pid: int) -> None:
-        os.kill(pid, signal.SIGKILL)
-
-    def in_a_save() -> bool:
-        half = any(not (folder / "done").exists() for folder in checkpoints.glob("step_*"))
-        return half or any(checkpoints.glob(".writing_*"))
-
-    def kill_in_a_save(pid: int) -> None:
-        """Halted where a save was seen, and killed if that is still under way: a save takes milliseconds."""
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            if in_a_save():
-                os.kill(pid, signal.SIGSTOP)
-                while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-                    pass
-                if in_a_save():
-                    return kill_process(pid)
-                os.kill(pid, signal.SIGCONT)
-        raise AssertionError("no save was met")
-
-    cluster.wait_for(lambda: any(run["name"] == "killed" for run in cluster.state()["running"]))
+    cluster.wait_until("killed", "running")
     plain_run = ["run", "show.py", "--plain", "--env", "MY_SECONDS", "--env", "MY_END", "--chips", 4]
     end = tmp_path / "end"
     holder = cluster.start(*plain_run, "--name", "holder", folder=show, MY_SECONDS=600, MY_END=end)
-    cluster.wait_for(lambda: any(run["name"] == "holder" for run in cluster.state()["running"]))
+    cluster.wait_until("holder", "running")
     queued = cluster.start(*plain_run, "--name", "queued", folder=show, MY_SECONDS=0, MY_END=end)
-    cluster.wait_for(lambda: any(run["name"] == "queued" for run in cluster.state()["waiting"]))
+    cluster.wait_until("queued", "waiting")
     for process in (client, queued):
         process.kill()
         process.communicate()
     end.touch()
     cluster.wait_for(lambda: step() >= 5)
-    comes_back(kill_in_a_save, pids_of(cluster, host_of(cluster, "killed"), "--run_dir"))
-    comes_back(kill_process, pids_of(cluster, host_of(cluster, "killed"), "HostProcess"))
+    for of_process in ("--run_dir", "HostProcess"):
+        pids = pids_of(cluster, host_of(cluster, "killed"), of_process)
+        comes_back(lambda pid: os.kill(pid, signal.SIGKILL), pids[-1])
     lost = host_of(cluster, "killed")
-    comes_back(cluster.kill, [lost])
+    comes_back(cluster.kill, lost)
     followed = cluster.run("logs", "-f", "killed")
     assert followed.returncode == 0, followed.stdout
     assert followed.stdout.count("starting again") == 3 and "resumed" in followed.stdout.lower(), followed.stdout
     assert holder.wait(600) == 0
     cluster.add(lost, 4)
     assert cluster.run("logs", "-f", "queued").returncode == 0
-    place = dict(PJRT_DEVICE="CPU", CPU_NUM_DEVICES=1, XLA_FLAGS=QUICKLY_COMPILED)
-    done = run(*words, "--run_dir", tmp_path / "reference", **place)
-    assert done.returncode == 0, done.stderr
-    same(tmp_path / "killed", tmp_path / "reference")
+    assert_same(tmp_path / "killed", by_itself(tmp_path, 1, words))
 
 
 @pytest.mark.exhaustive
@@ -427,7 +371,7 @@ def test_bad_input_on_a_cluster_is_one_message(cluster, show):
     held = cluster.start(
         "run", "show.py", "--plain", "--name", "held", "--env", "MY_SECONDS", folder=show, MY_SECONDS=600
     )
-    cluster.wait_for(lambda: any(run["name"] == "held" for run in cluster.state()["running"]))
+    cluster.wait_until("held", "running")
 
     def refused(*arguments, **variables) -> str:
         done = cluster.run("run", "show.py", *arguments, folder=show, **variables)
@@ -455,16 +399,17 @@ def test_four_hosts_start_together_or_not_at_all(cluster, show, tmp_path):
     """A pretended v5litepod-16. Real collectives over hosts are not to be had on CPUs: the script shows its variables.
     One of its hosts has another torch, which the second run is told."""
     slice_of = dict(slice_name="slice-a", kind="v5litepod-16", shape="4x4")
-    cluster.add_all({f"w{worker}": dict(chips=4, worker=worker, **slice_of) for worker in (0, 1, 2)})
+    for worker in (0, 1, 2):
+        cluster.add(f"w{worker}", 4, worker=worker, **slice_of)
     options, end = ["--plain", "--slice", "v5litepod-16", "--env", "MY_SECONDS", "--env", "MY_END"], tmp_path / "end"
     short = dict(folder=show, MY_SECONDS=0, MY_END=end)
     incomplete = cluster.run("run", "show.py", *options, **short)
     assert incomplete.returncode == 2 and "nowhere a whole v5litepod-16" in incomplete.stderr
     cluster.add("w3", 4, worker=3, **slice_of)
     first = cluster.start("run", "show.py", *options, "--name", "first", folder=show, MY_SECONDS=600, MY_END=end)
-    cluster.wait_for(lambda: any(run["name"] == "first" for run in cluster.state()["running"]))
+    cluster.wait_until("first", "running")
     second = cluster.start("run", "show.py", *options, "--name", "second", **short)
-    cluster.wait_for(lambda: any(run["name"] == "second" for run in cluster.state()["waiting"]))
+    cluster.wait_until("second", "waiting")
     end.touch()
     out, err = first.communicate(timeout=300)
     waited, failed = second.communicate(timeout=300)

@@ -8,20 +8,26 @@ import tempfile
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster import client
-from cluster.client import exit_code, without_preface
 from cluster.deciding import Host, Place, Request, candidates, decide
 from cluster.driver import Spec, arguments_for
 from cluster.folder import check_folder, digest_of
 from cluster.host import HostProcess, device_variables
 from cluster.turns import PROTOCOL, SETTLE_SECONDS, SILENT_SECONDS, Turns
 from tpu_utils.base.errors import InputError, PassingError
+from tpu_utils.base.hardware import GENERATIONS
+from tpu_utils.remote.hosts import settle_hosts
 
+pytestmark = pytest.mark.skipif(
+    find_spec("ray") is None, reason="LOUD: Ray is not installed: pip install -r cluster/requirements.txt"
+)
 TWO = [Host("a", 4), Host("b", 4)]
 SLICE = [Host(f"s{i}", 4, "v5litepod-16", "one", i, f"10.0.0.{i}") for i in range(4)]
 
@@ -30,66 +36,54 @@ def wants(name: str, chips: int, since: float = 0.0, **more) -> Request:
     return Request(name, more.pop("user", name), chips, since=since, **more)
 
 
-def running(started: dict, requests) -> dict:
-    users = {request.name: request.user for request in requests}
-    return {name: (users[name], places) for name, places in started.items()}
+def places(text: str) -> list[Place]:
+    """a:01 b:3 is chips 0 and 1 of host a, and chip 3 of b."""
+    return [Place(node, tuple(map(int, chips))) for node, chips in (place.split(":") for place in text.split())]
 
 
-def test_two_small_runs_share_a_host_through_disjoint_neighbours():
-    started = decide(TWO, {}, [wants("x", 2), wants("y", 2, 1), wants("z", 1, 2), wants("w", 2, 3)], {})
-    assert started == {
-        "x": [Place("a", (0, 1))],
-        "y": [Place("a", (2, 3))],
-        "z": [Place("b", (0,))],
-        "w": [Place("b", (2, 3))],  # 1 and 2 are no neighbours
-    }
+BUSY = {"p": "a:01", "q": "b:012"}
+LARGE, SMALL, ONE = wants("large", 4), wants("small", 2, 1), wants("one", 1, 2)
+WHOLE = wants("whole", 4, hosts=4, kind="v5litepod-16")
 
 
-def test_small_runs_do_not_starve_a_large_one_but_pass_it_on_chips_it_does_not_wait_for():
-    busy = {"p": ("p", [Place("a", (0, 1))]), "q": ("q", [Place("b", (0, 1, 2))])}
-    waiting = [wants("large", 4), wants("small", 2, 1), wants("one", 1, 2)]
-    # large waits for host a, which has more free; small then for b, where one would delay it
-    assert decide(TWO, busy, waiting, {}) == {}
-    assert decide(TWO, busy, [waiting[0], waiting[2]], {}) == {"one": [Place("b", (3,))]}
-    started = decide(TWO, {"q": busy["q"]}, waiting, {})
-    assert started["large"] == [Place("a", (0, 1, 2, 3))]
-
-
-def test_priority_comes_before_time():
-    waiting = [wants("early", 4), wants("late", 4, 5, priority=1)]
-    assert list(decide([Host("a", 4)], {}, waiting, {})) == ["late"]
+@pytest.mark.parametrize(
+    "hosts, busy, waiting, started",
+    [
+        (  # neighbours share a host: chips 1 and 2 are none
+            *(TWO, {}, [wants("x", 2), wants("y", 2, 1), wants("z", 1, 2), wants("w", 2, 3)]),
+            {"x": "a:01", "y": "a:23", "z": "b:0", "w": "b:23"},
+        ),
+        # large waits for host a, which has more free; small then for b, where one would delay it
+        (TWO, BUSY, [LARGE, SMALL, ONE], {}),
+        (TWO, BUSY, [LARGE, ONE], {"one": "b:3"}),
+        (TWO, {"q": "b:012"}, [LARGE, SMALL, ONE], {"large": "a:0123"}),
+        (TWO[:1], {}, [wants("early", 4), wants("late", 4, 5, priority=1)], {"late": "a:0123"}),
+        # a slice is taken whole or not at all, and small runs do not creep into it
+        (SLICE, {}, [WHOLE], {"whole": "s0:0123 s1:0123 s2:0123 s3:0123"}),
+        (SLICE, {"p": "s2:0"}, [WHOLE, SMALL], {}),
+        (SLICE[:3], {}, [WHOLE], {}),
+        (SLICE, {}, [wants("x", 4, hosts=4, kind="v6e-16")], {}),
+        # nodes to avoid are left out while there are others
+        (TWO, {}, [wants("x", 2, avoid=("a",))], {"x": "b:01"}),
+        (TWO[:1], {}, [wants("x", 2, avoid=("a",))], {"x": "a:01"}),
+    ],
+)
+def test_who_starts_and_where(hosts, busy, waiting, started):
+    running = {name: (name, places(text)) for name, text in busy.items()}
+    assert decide(hosts, running, waiting, {}) == {name: places(text) for name, text in started.items()}
 
 
 def test_a_quota_holds_its_user_alone():
     waiting = [wants("x", 4, user="alice"), wants("y", 2, 1, user="alice"), wants("z", 2, 2, user="bob")]
-    started = decide(TWO, {}, waiting, {"alice": 4, "*": 2})
-    assert set(started) == {"x", "z"}
-
-
-def test_a_slice_is_taken_whole_or_not_at_all_and_small_runs_do_not_creep_into_it():
-    big = wants("big", 4, hosts=4, kind="v5litepod-16")
-    assert [place.node for place in decide(SLICE, {}, [big], {})["big"]] == ["s0", "s1", "s2", "s3"]
-    busy = {"p": ("p", [Place("s2", (0,))])}
-    assert decide(SLICE, busy, [big, wants("small", 1, 1)], {}) == {}
-    assert decide(SLICE[:3], {}, [big], {}) == {} and not candidates(big, SLICE[:3])
-    assert not candidates(wants("x", 4, hosts=4, kind="v6e-16"), SLICE)
-
-
-def test_nodes_to_avoid_are_left_out_while_there_are_others():
-    assert decide(TWO, {}, [wants("x", 2, avoid=("a",))], {})["x"][0].node == "b"
-    assert decide(TWO[:1], {}, [wants("x", 2, avoid=("a",))], {})["x"][0].node == "a"
+    assert set(decide(TWO, {}, waiting, {"alice": 4, "*": 2})) == {"x", "z"}
 
 
 sizes = st.sampled_from([1, 2, 4, 8])
-asked = st.builds(
-    lambda chips, user, priority, whole: (chips, user, priority, whole),
-    *(sizes, st.sampled_from("abc"), st.integers(0, 2), st.booleans()),
-)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
-    st.lists(asked, max_size=12),
+    st.lists(st.tuples(sizes, st.sampled_from("abc"), st.integers(0, 2), st.booleans()), max_size=12),
     st.lists(sizes, min_size=1, max_size=4),
     st.dictionaries(st.sampled_from("abc*"), st.integers(0, 20)),
     st.randoms(use_true_random=False),
@@ -97,36 +91,31 @@ asked = st.builds(
 def test_whatever_is_asked_no_chip_is_given_twice_and_everybody_has_a_turn(asked, chips, quota, random):
     """A whole life of the queue: runs end in any order, small ones keep coming, and each that can ever fit starts."""
     hosts = [Host(f"h{i}", size) for i, size in enumerate(chips)] + SLICE
+    there = {(host.node, chip) for host in hosts for chip in range(host.chips)}
     requests = {}
-    for i, (size, user, priority, whole) in enumerate(asked):
-        more = dict(hosts=4, kind="v5litepod-16") if whole else {}
-        requests[f"r{i}"] = Request(f"r{i}", user, 4 if whole else size, priority=priority, since=i, **more)
-    can = {
-        name
-        for name, request in requests.items()
-        if candidates(request, hosts) and request.all_chips <= quota.get(request.user, quota.get("*", 10**6))
-    }
-    waiting, places, extra, had = dict(requests), {}, 0, set()
+    for i, (size, user, priority, is_slice) in enumerate(asked):
+        more = dict(chips=4, hosts=4, kind="v5litepod-16") if is_slice else dict(chips=size)
+        requests[f"r{i}"] = Request(f"r{i}", user, priority=priority, since=i, **more)
+    limits = {user: quota.get(user, quota.get("*", 10**6)) for user in "abcd"}
+    can = {name for name, r in requests.items() if candidates(r, hosts) and r.all_chips <= limits[r.user]}
+    waiting, held, had = dict(requests), {}, set()
     for moment in range(400):
-        started = decide(hosts, running(places, requests.values()), waiting.values(), quota)
-        for name, found in started.items():
+        running = {name: (requests[name].user, found) for name, found in held.items()}
+        for name, found in decide(hosts, running, waiting.values(), quota).items():
             request = waiting.pop(name)
-            assert len(found) == request.hosts and all(len(place.chips) == request.chips for place in found)
-            places[name] = found
+            assert [len(place.chips) for place in found] == [request.chips] * request.hosts
+            held[name] = found
             had.add(name)
-        taken = [(p.node, chip) for found in places.values() for p in found for chip in p.chips]
-        assert len(taken) == len(set(taken))
-        assert all(chip < next(h.chips for h in hosts if h.node == node) for node, chip in taken)
+        taken = [(p.node, chip) for found in held.values() for p in found for chip in p.chips]
+        assert len(taken) == len(set(taken)) and there.issuperset(taken)
         for user in "abc":
-            used = sum(requests[name].all_chips for name in places if requests[name].user == user)
-            assert used <= quota.get(user, quota.get("*", 10**6))
-        for name in [name for name in places if random.random() < 0.4 or moment > 300]:
-            del places[name]
+            assert sum(requests[name].all_chips for name in held if requests[name].user == user) <= limits[user]
+        for name in [name for name in held if random.random() < 0.4 or moment > 300]:
+            del held[name]
         if moment < 60:  # newcomers that would fit at once, for ever
-            extra += 1
-            newcomer = Request(f"n{extra}", "d", 1, since=100 + moment)
+            newcomer = Request(f"n{moment}", "d", 1, since=100 + moment)
             requests[newcomer.name] = waiting[newcomer.name] = newcomer
-        if can <= had and moment >= 60:
+        elif can <= had:
             break
     assert can <= had
 
@@ -178,7 +167,10 @@ def test_quotas_are_read_again_and_a_damaged_file_leaves_them(tmp_path):
     [
         ([], 0, ["--run_dir", "gs://b/r/n"]),
         (["--run-dir=x"], 0, ["--run-dir=x"]),
-        (["--run_dir", "x", "--resume", "never", "--seed=1"], 1, ["--run_dir", "x", "--seed=1", "--resume", "auto"]),
+        (
+            ["--run_dir", "x", "--no_download", "--resume", "never", "--seed=1"],
+            *(1, ["--run_dir", "x", "--no_download", "--seed=1", "--resume", "auto"]),
+        ),
         (["--resume=must"], 2, ["--run_dir", "gs://b/r/n", "--resume", "auto"]),
     ],
 )
@@ -187,92 +179,81 @@ def test_a_script_is_given_a_run_directory_and_goes_on_after_a_fault(given, atte
     assert arguments_for(Spec({"name": "n"}, "s.py", given), attempt) == given  # --plain
 
 
-def test_a_process_is_told_of_its_chips_and_of_no_others():
-    part = device_variables((2, 3), 4, True, "v5litepod-16", 0, ["10.0.0.7"])
-    assert part["TPU_VISIBLE_CHIPS"] == "2,3" and part["TPU_CHIPS_PER_PROCESS_BOUNDS"] == "1,2,1"
-    assert part["TPU_ACCELERATOR_TYPE"] == "v5litepod-2" and part["TPU_WORKER_HOSTNAMES"] == "localhost"
-    assert "PJRT_DEVICE" not in part
-    assert device_variables((0, 1), 4, True, "v5p-8", 0, ["h"])["TPU_ACCELERATOR_TYPE"] == "v5p-4"  # counts cores
-    assert device_variables((0, 1, 2, 3), 4, True, "v5p-8", 0, ["h"]) == {}  # as it finds itself
+@pytest.mark.parametrize(
+    "chips, on_bus, kind, own, bounds",
+    [
+        ((0,), ["v5e"] * 4, "v5litepod-16", "v5litepod-1", "1,1,1"),
+        ((2, 3), ["v5p"] * 4, "v5p-8", "v5p-4", "1,2,1"),  # counts cores
+        ((4, 5, 6, 7), ["v5e"] * 8, "v5litepod-8", "v5litepod-4", "2,2,1"),
+    ],
+)
+def test_the_scripts_understand_a_part_of_a_host(chips, on_bus, kind, own, bounds):
+    """What tpu_utils/remote/hosts.py makes of it, with all chips of the machine on the bus: one host, no metadata."""
+    told = device_variables(chips, len(on_bus), True, kind, 0, ["10.0.0.7"])
+    assert told["TPU_VISIBLE_CHIPS"] == ",".join(map(str, chips)) and "PJRT_DEVICE" not in told
+    assert (told["TPU_ACCELERATOR_TYPE"], told["TPU_CHIPS_PER_PROCESS_BOUNDS"]) == (own, bounds)
+    assert settle_hosts([GENERATIONS[family] for family in on_bus], told) == (0, ["localhost"])
+
+
+def test_a_whole_slice_is_told_as_its_metadata_tells_it():
+    assert device_variables((0, 1, 2, 3), 4, True, "v5p-8", 0, ["h"]) == {}  # of one host: as it finds itself
     whole = device_variables((0, 1, 2, 3), 4, True, "v5litepod-16", 2, ["a", "b", "c", "d"])
     assert whole == {"TPU_WORKER_ID": "2", "TPU_WORKER_HOSTNAMES": "a,b,c,d", "TPU_ACCELERATOR_TYPE": "v5litepod-16"}
-    virtual = device_variables((1,), 4, False, "", 0, ["h"])
-    assert virtual["PJRT_DEVICE"] == "CPU" and virtual["CPU_NUM_DEVICES"] == "1"
 
 
-@pytest.mark.parametrize("chips, kind", [((0,), "v5litepod-16"), ((4, 5, 6, 7), "v5litepod-8"), ((2, 3), "v4-8")])
-def test_the_scripts_understand_a_part_of_a_host(chips, kind):
-    """What tpu_utils/remote/hosts.py makes of it, with all chips of the machine on the bus: one host, no metadata."""
-    from tpu_utils.base.hardware import GENERATIONS
-    from tpu_utils.remote.hosts import settle_hosts
-
-    family = {"v5litepod": "v5e"}.get(kind.split("-")[0], kind.split("-")[0])
-    on_bus = [GENERATIONS[family]] * (8 if max(chips) > 3 else 4)
-    environment = device_variables(chips, len(on_bus), True, kind, 0, ["10.0.0.7"])
-    assert settle_hosts(on_bus, environment) == (0, ["localhost"])
-    assert environment["TPU_CHIPS_PER_HOST_BOUNDS"] == {1: "1,1,1", 4: "2,2,1"}[len(chips)] if len(chips) != 2 else True
+def job(status: str, code: int | None = None, name: str = "k", user: str = "u") -> SimpleNamespace:
+    """As Ray describes one."""
+    about = dict(submission_id=name, metadata={"user": user}, driver_exit_code=code)
+    return SimpleNamespace(status=SimpleNamespace(value=status), **about)
 
 
-class Job:
-    def __init__(self, status, code):
-        self.status, self.driver_exit_code = type("Status", (), {"value": status}), code
+def connected(jobs) -> client.Cluster:
+    """Without a cluster. jobs: in place of Ray's client."""
+    made = client.Cluster.__new__(client.Cluster)
+    made.jobs = jobs
+    return made
 
 
-def test_the_exit_code_and_the_log_are_those_of_the_script():
-    codes = [exit_code(Job(*given)) for given in (("SUCCEEDED", 0), ("FAILED", 2), ("FAILED", -9), ("FAILED", None))]
-    assert codes == [0, 2, 1, 1] and exit_code(Job("STOPPED", None)) == 143
-    log = "2026-11-23 02:50:36,712\tINFO job_manager.py -- Runtime env is setting up.\n"
-    log += "Running entrypoint for job k: x\nhello\n"
-    assert without_preface(log) == "hello\n"
-
-
-class LongLog:
-    """A job's log of 20,000 lines, in messages of 10 lines as Ray sends them; the connection breaks once."""
-
-    def __init__(self):
-        self.lines = ["2026-11-23 02:50:36,712\tINFO job_manager.py\n", "Running entrypoint for job k: x\n"]
-        self.lines += [f"step {step}\n" for step in range(20_000)]
-        self.breaks = [5_000]
-
-    async def tail_job_logs(self, name):
-        for start in range(0, len(self.lines), 10):
-            if self.breaks and start > self.breaks[0]:
-                self.breaks.pop()
-                raise RuntimeError("WebSocket connection closed unexpectedly")
-            yield "".join(self.lines[start : start + 10])
-
-    def get_job_logs(self, name):
-        return "".join(self.lines)
-
-    def get_job_info(self, name):
-        return Job("FAILED" if not self.breaks else "RUNNING", 7)
+def test_the_exit_code_is_that_of_the_script():
+    ends = [("SUCCEEDED", 0), ("FAILED", 2), ("FAILED", -9), ("FAILED", None), ("STOPPED", None)]
+    assert [client.exit_code(job(*end)) for end in ends] == [0, 2, 1, 1, 143]
 
 
 def test_a_long_log_is_followed_once_from_end_to_end(monkeypatch):
-    """Every message once cost the whole log so far: 20 MB never ended."""
-    read, said = [], []
+    """Every message once cost the whole log so far: 20 MB never ended. The connection breaks once."""
+    lines = ["2026-11-23 02:50:36,712\tINFO job_manager.py\n", "Running entrypoint for job k: x\n"]
+    lines += [f"step {step}\n" for step in range(20_000)]
+    states, read, said = ["RUNNING", "FAILED"], [], []
+
+    async def tail(name):
+        for start in range(0, len(lines), 10):  # as Ray sends them
+            if len(states) == 2 and start > 5_000:
+                raise RuntimeError("WebSocket connection closed unexpectedly")
+            yield "".join(lines[start : start + 10])
+
+    jobs = Mock(tail_job_logs=tail, get_job_info=lambda name: job(states.pop(0), 7))
+    jobs.get_job_logs.return_value = "".join(lines)
+    without_preface = client.without_preface
     monkeypatch.setattr(client, "without_preface", lambda text: read.append(len(text)) or without_preface(text))
-    followed = client.Cluster.__new__(client.Cluster)
-    followed.jobs = LongLog()
-    assert followed.follow("k", said.append) == 7
-    assert "".join(said) == "".join(followed.jobs.lines[2:])
-    assert sum(read) < 2 * sum(map(len, followed.jobs.lines))
+    assert connected(jobs).follow("k", said.append) == 7
+    assert "".join(said) == "".join(lines[2:])
+    assert sum(read) < 2 * sum(map(len, lines))
 
 
-NEEDS_RAY = pytest.mark.skipif(
-    find_spec("ray") is None, reason="LOUD: Ray is not installed: pip install -r cluster/requirements.txt"
-)
+def write(folder: Path, *names: str) -> Path:
+    """A folder with these files."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("x")
+    return folder
 
 
-@NEEDS_RAY
 def test_a_large_working_folder_is_refused_with_the_largest_named(tmp_path):
-    for name in ("script.py", "weights/w.bin", "runs/x/big", ".venv/lib/big", "secret/big"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(b"x" * 100)
+    large = ("weights/w.bin", "runs/x/big", ".venv/lib/big", "secret/big")
+    write(tmp_path, "script.py", *large)
     (tmp_path / ".gitignore").write_text("/secret/\n")
-    for name in ("weights/w.bin", "runs/x/big", ".venv/lib/big", "secret/big"):
-        with (tmp_path / name).open("wb") as file:
-            file.truncate(10 << 30)  # sparse
+    for name in large:
+        os.truncate(tmp_path / name, 10 << 30)  # sparse
     with pytest.raises(ValueError, match=r"holds 10,240 MiB, expected code: at most 64 MiB; largest: weights/ 10,240"):
         check_folder(tmp_path)
     (tmp_path / "weights/w.bin").unlink()
@@ -293,14 +274,10 @@ def by_ray(folder) -> set[str]:
     return {str(path.relative_to(unpacked)) for path in unpacked.rglob("*") if path.is_file()}
 
 
-@NEEDS_RAY
 def test_what_is_ignored_or_secret_stays_here(tmp_path):
     """A byte order mark once switched the first pattern off, .git/info/exclude was not read, keys went up."""
-    folder = tmp_path / "code"
-    files = ("script.py", "first/a", "second/b", "odd [name]!/c", "keys/id_rsa", "keys/x.pem", ".env", "by user")
-    for name in files:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("x")
+    keys = ("keys/id_rsa", "keys/x.pem", ".env")
+    folder = write(tmp_path / "code", "script.py", "first/a", "second/b", "odd [name]!/c", "by user", *keys)
     for name in (".rayignore", ".gitignore"):
         (folder / name).write_text("\ufeff/first/\n/odd*/\n", encoding="utf-8")
         with pytest.raises(ValueError, match=rf"{name} begins with a byte order mark, expected plain UTF-8; save it"):
@@ -313,14 +290,10 @@ def test_what_is_ignored_or_secret_stays_here(tmp_path):
     assert check_folder(folder).secrets == [".env", "keys/id_rsa", "keys/x.pem"]
 
 
-@NEEDS_RAY
 @pytest.mark.parametrize("target", ["../elsewhere", "../elsewhere/key", ".", ".."])
 def test_a_link_that_leaves_the_folder_is_refused_by_name(tmp_path, target):
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "key").write_text("secret")
-    folder = tmp_path / "code"
-    (folder / "inner").mkdir(parents=True)
-    (folder / "inner" / "script.py").write_text("x")
+    write(tmp_path, "elsewhere/key")
+    folder = write(tmp_path / "code", "inner/script.py")
     (folder / "again").symlink_to("inner")
     assert by_ray(folder) == {"inner/script.py", "again/script.py"}
     (folder / "linked").symlink_to(target)
@@ -330,80 +303,47 @@ def test_a_link_that_leaves_the_folder_is_refused_by_name(tmp_path, target):
     assert by_ray(folder) == {"inner/script.py", "again/script.py", ".rayignore"}
 
 
-@NEEDS_RAY
 def test_a_link_shows_no_secret_and_nothing_that_is_left_out(tmp_path):
     """A link within the folder to .env or .git/config was uploaded under its own name."""
-    (tmp_path / ".env").write_text("secret")
-    (tmp_path / "script.py").write_text("x")
-    (tmp_path / "Server.PEM").write_text("secret")
+    write(tmp_path, ".env", "script.py", "Server.PEM")
     (tmp_path / "settings").symlink_to(".env")
     assert by_ray(tmp_path) == {"script.py"}
     assert check_folder(tmp_path).secrets == [".env", "Server.PEM"]
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     for target in (".git", ".git/config"):
         (tmp_path / "repository").symlink_to(target)
-        with pytest.raises(
-            ValueError, match=f"repository is a link to {tmp_path}/{target}, .*expected links to what is"
-        ):
+        with pytest.raises(ValueError, match=f"repository is a link to {tmp_path}/{target}, .*expected links"):
             check_folder(tmp_path)
         (tmp_path / "repository").unlink()
 
 
-@NEEDS_RAY
 def test_a_folder_of_somebody_elses_runs_nothing_here(tmp_path):
     """Git runs what core.fsmonitor of a work tree's own configuration names."""
-    folder = tmp_path / "code"
-    folder.mkdir()
-    (folder / "script.py").write_text("x")
-    subprocess.run(["git", "init", "-q", str(folder)], check=True)
-    subprocess.run(["git", "-C", str(folder), "add", "script.py"], check=True)
-    subprocess.run(["git", "-C", str(folder), "config", "core.fsmonitor", f"touch {tmp_path}/ran; false"], check=True)
+    folder = write(tmp_path / "code", "script.py")
+    for words in (["init", "-q"], ["add", "script.py"], ["config", "core.fsmonitor", f"touch {tmp_path}/ran; false"]):
+        subprocess.run(["git", *words], cwd=folder, check=True)
     check_folder(folder)
     assert not (tmp_path / "ran").exists()
 
 
-class OneJob:
-    """Ray's client, of a cluster with one job that has ended. calls: what was done to it."""
-
-    def __init__(self, problem=None):
-        self.calls, self.problem = [], problem
-
-    def list_jobs(self):
-        return [type("Job", (), {"submission_id": "k", "status": Job("FAILED", 1).status, "metadata": {"user": "u"}})]
-
-    def _upload_working_dir_if_needed(self, environment):
-        self.calls.append("upload")
-        if self.problem:
-            raise self.problem
-
-    def _upload_py_modules_if_needed(self, environment):
-        pass
-
-    def delete_job(self, name):
-        self.calls.append("delete")
-
-    def submit_job(self, **settings):
-        self.calls.append("submit")
-
-
-@NEEDS_RAY
 def test_a_run_that_cannot_be_uploaded_deletes_nothing(tmp_path, monkeypatch):
     """The record and log of the earlier run under this name were gone before its files were read and sent."""
     (tmp_path / "script.py").write_text("x")
-    cluster = client.Cluster.__new__(client.Cluster)
-    monkeypatch.setattr(cluster, "check_hosts", lambda: None)
-    request = dict(name="k", user="u", chips=1, hosts=1, kind="")
+    monkeypatch.setattr(client.Cluster, "check_hosts", lambda self: None)
+    spec = Spec(dict(name="k", user="u", chips=1, hosts=1, kind=""), "script.py", [])
 
     def calls(problem=None) -> list[str]:
-        cluster.jobs = OneJob(problem)
+        jobs = Mock(**{"list_jobs.return_value": [job("FAILED", 1)]})
+        jobs._upload_working_dir_if_needed.side_effect = problem
+        said = []
         try:
-            cluster.submit(Spec(request, "script.py", []), tmp_path, 1, {})
+            connected(jobs).submit(spec, tmp_path, 1, {})
         except (InputError, PassingError) as error:
-            cluster.jobs.calls.append(str(error))
-        return cluster.jobs.calls
+            said = [str(error)]
+        return [name for name, *_ in jobs.method_calls if name in ("delete_job", "submit_job")] + said
 
-    assert calls() == ["upload", "delete", "submit"]
-    assert calls(RuntimeError("too large")) == ["upload", "the cluster does not take the run: too large"]
+    assert calls() == ["delete_job", "submit_job"]
+    assert calls(RuntimeError("too large")) == ["the cluster does not take the run: too large"]
     (tmp_path / "gone").symlink_to("script.py")
     copy = shutil.copy
     monkeypatch.setattr(shutil, "copy", lambda path, to: copy(f"{path}_2" if path.name == "gone" else path, to))
@@ -411,27 +351,18 @@ def test_a_run_that_cannot_be_uploaded_deletes_nothing(tmp_path, monkeypatch):
     assert "gone_2 cannot be uploaded: No such file or directory; add it to .rayignore" in said
 
 
-@NEEDS_RAY
 def test_a_busy_head_is_asked_no_longer_than_that(tmp_path, monkeypatch):
     """A job that still ran was deleted, which Ray refuses: a traceback, and the job stayed in everybody's list."""
-    calls = []
-
-    class Busy:
-        submit_job = staticmethod(lambda **settings: calls.append("submit"))
-        stop_job = staticmethod(lambda name: calls.append("stop"))
-        get_job_status = staticmethod(lambda name: Job("RUNNING", None).status)
-
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(client, "PROBE_SECONDS", 0.0)
-    cluster = client.Cluster.__new__(client.Cluster)
-    cluster.jobs = Busy()
-    monkeypatch.setattr(cluster, "nodes", lambda: [dict(NodeID="ab", NodeManagerAddress="192.0.2.1", Alive=True)])
+    node = dict(NodeID="ab", NodeManagerAddress="192.0.2.1", Alive=True)
+    monkeypatch.setattr(client.Cluster, "nodes", lambda self: [node])
+    busy = Mock(**{"get_job_status.return_value": SimpleNamespace(value="RUNNING")})
     with pytest.raises(PassingError, match="in 0 s the head did not say where its files are; try again"):
-        cluster.check_hosts()
-    assert calls == ["submit", "stop"]
+        connected(busy).check_hosts()
+    assert [name for name, *_ in busy.method_calls] == ["submit_job", "get_job_status", "stop_job"]
 
 
-@NEEDS_RAY
 def test_only_a_folder_of_ones_own_is_closed_to_others():
     """Ray opens its folder to everybody. One in a folder of mode 700 is closed, unless that can be renamed."""
     from cluster.probe import open_to_others
@@ -441,11 +372,8 @@ def test_only_a_folder_of_ones_own_is_closed_to_others():
     place.mkdir(parents=True)
     place.chmod(0o777)
     for outer, inner, expected in (
-        (0o755, 0o700, ""),
-        (0o755, 0o755, place),
-        (0o755, 0o711, place),
-        (0o1777, 0o700, ""),
-        (0o777, 0o700, outermost),
+        *((0o755, 0o700, ""), (0o755, 0o755, place), (0o755, 0o711, place)),
+        *((0o1777, 0o700, ""), (0o777, 0o700, outermost)),
     ):
         outermost.chmod(outer), place.parent.chmod(inner)
         assert open_to_others(place) == str(expected), (outer, inner)
@@ -460,16 +388,12 @@ def test_only_a_folder_of_ones_own_is_closed_to_others():
 
 def test_a_host_runs_only_what_was_submitted(tmp_path, monkeypatch):
     """Whoever could write beside it once put another script in its place while the run waited."""
-    made = tmp_path / "code"
-    made.mkdir()
-    (made / "script.py").write_text("print('mine')")
+    made = write(tmp_path / "code", "script.py")
     code = made.rename(tmp_path / f"{digest_of(made)}_1")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    for change in (
-        lambda: (code / "script.py").write_text("print('theirs')"),
-        lambda: ((code / "script.py").write_text("print('mine')"), (code / "torch.py").write_text("")),
-    ):
-        change()
+    for changed in ("script.py", "torch.py"):
+        write(code, "script.py")
+        (code / changed).write_text("theirs")
         said = HostProcess().start("one", "", code.name, ["script.py"], {})
         assert "is not what was submitted" in said and not list(tmp_path.glob("tpu_cluster_one_*"))

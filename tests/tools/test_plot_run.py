@@ -8,8 +8,8 @@ import warnings
 
 import numpy as np
 import pytest
-from mutations import at_most, make_irregular, mutated_json, no_hang
-from processes import ROOT, run
+from mutations import at_most, mutated_json, no_hang
+from processes import ROOT
 from run_files import in_process, summary_in
 
 from tools import plot_run
@@ -70,14 +70,11 @@ def test_every_value_of_the_files_is_in_the_figure(tmp_path):
     assert "4 s" in [text.get_text() for text in panel(figure, "where the time").texts]
 
 
-def test_the_load_of_each_expert_is_a_row_and_each_evaluation_a_column(tmp_path, capsys):
+def test_the_load_of_each_expert_is_a_row_and_each_evaluation_a_column(tmp_path):
     even, uneven = [[30, 30, 30], [30, 30, 30]], [[90, 0, 0], [15, 30, 45]]
     folder = make_run(tmp_path / "a", experts=even, finished=False)
     add_line(folder, kind="eval", step=50, test_loss=0.2, tokens_of_experts=uneven)
-    for bad in ([[1, 2], [3]], [[90, {}, 1], [1, 1, 1]], [[30, 30], [30, 30]], [[None]], "none", []):
-        add_line(folder, kind="eval", step=60, test_loss=0.2, tokens_of_experts=bad)
     found = plot_run.read_run(folder)
-    assert "6 damaged lines are left out (lines 14, 15, 16, 17, 18, 19)" in capsys.readouterr().err
     axes = panel(plot_run.plot([found]), "tokens of experts (1: even share), a")
     (drawn,) = axes.collections
     np.testing.assert_allclose(drawn.get_array(), np.c_[np.ones((6, 4)), [3, 0, 0, 0.5, 1, 1.5]])
@@ -124,8 +121,7 @@ def test_several_runs_of_different_kinds_share_a_figure(tmp_path):
     goodput = panel(figure, "where the time")
     assert [label.get_text() for label in goodput.get_yticklabels()] == ["a/run", "b/run", "c/third"]
     assert "goes on" in [text.get_text() for text in goodput.texts]
-    colours = [line.get_color() for line in loss.lines if line.get_label() == "loss"]
-    assert len(set(colours)) == 3
+    assert len({line.get_color() for line in loss.lines if line.get_label() == "loss"}) == 3
 
 
 @pytest.mark.parametrize("count", [1, 12])
@@ -133,7 +129,7 @@ def test_no_text_lies_on_another(tmp_path, count):
     runs = [plot_run.read_run(make_run(tmp_path / f"a_rather_long_name_of_a_run_{i}", steps=400)) for i in range(count)]
     runs.append(plot_run.read_run(kept_running(make_run(tmp_path / "again", experts=[[1, 2]] * 12))))
     figure = plot_run.plot(runs)
-    figure.savefig(tmp_path / "x.png")
+    figure.draw_without_rendering()
     boxes = []
     for axes in figure.axes:
         boxes += [axes._left_title, axes.xaxis.label]
@@ -150,43 +146,28 @@ def test_no_text_lies_on_another(tmp_path, count):
             assert min(shared) <= 1, (name, other_name)
 
 
-def test_values_that_are_not_finite_are_gaps(tmp_path):
+def test_a_repeated_line_a_gap_and_a_loss_over_many_decades(tmp_path):
+    """A line that a resumed run wrote again counts once; panels have the same steps, and a scale has labels."""
     folder = make_run(tmp_path / "a", finished=False)
+    add_line(folder, kind="train", step=20, loss=7.0, learning_rate=0.1)
+    add_line(folder, kind="eval", step=40, test_loss=7e30, accuracy=1.0)
     add_line(folder, kind="train", step=50, loss=None, learning_rate=0.1, examples_per_second=None)
     figure = plot_run.plot([plot_run.read_run(folder)])
-    values = curves(panel(figure, "loss"), "loss")[0]
-    assert values[-1, 0] == 50 and np.isnan(values[-1, 1]) and np.isfinite(values[:-1]).all()
-
-
-def test_panels_have_the_same_steps_and_a_loss_over_many_decades_has_labels(tmp_path):
-    folder = make_run(tmp_path / "a")
-    add_line(folder, kind="eval", step=40, test_loss=7e30, accuracy=1.0)
-    figure = plot_run.plot([plot_run.read_run(folder)])
+    figure.draw_without_rendering()
     loss, accuracy = panel(figure, "loss"), panel(figure, "accuracy")
+    np.testing.assert_allclose(curves(loss, "loss")[0], np.c_[[10, 20, 30, 40, 50], [1, 7, 10 / 30, 0.25, np.nan]])
     assert loss.get_xlim() == accuracy.get_xlim()
-    figure.canvas.draw()
     low, high = loss.get_ylim()
     labels = [t for t, y in zip(loss.get_yticklabels(), loss.get_yticks(), strict=True) if low <= y <= high]
     assert len([label for label in labels if label.get_text()]) >= 3
 
 
 def test_a_single_evaluation_is_told_from_the_training(tmp_path):
-    folder = make_run(tmp_path / "one", steps=20, accuracy=False)
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    kept = [line for line in lines if json.loads(line)["kind"] != "eval" or json.loads(line)["step"] == 20]
-    (folder / "metrics.jsonl").write_text("\n".join(kept) + "\n")
-    loss = panel(plot_run.plot([plot_run.read_run(folder)]), "loss")
+    loss = panel(plot_run.plot([plot_run.read_run(make_run(tmp_path / "one", steps=10))]), "loss")
     (single,) = [line for line in loss.lines if line.get_label() == "test_loss"]
     legend = loss.get_legend()
     markers = dict(zip([text.get_text() for text in legend.texts], legend.legend_handles, strict=True))
     assert single.get_marker() == markers["evaluation"].get_marker() != markers["training"].get_marker()
-
-
-def test_lines_that_a_resumed_run_wrote_again_count_once(tmp_path):
-    folder = make_run(tmp_path / "a", finished=False)
-    add_line(folder, kind="train", step=20, loss=7.0, learning_rate=0.1)
-    steps, values = plot_run.read_run(folder).curves["train", "loss"]
-    assert list(steps) == [10, 20, 30, 40] and values[1] == 7.0
 
 
 def test_a_truncated_a_missing_and_an_empty_file_are_named(tmp_path, capsys):
@@ -219,7 +200,6 @@ def test_a_summary_older_than_the_run_is_left_out(tmp_path, capsys):
         (["empty"], "there is nothing to draw"),
         (["good", "--output", "x.gif"], "expected a name that ends with one of .png, .pdf, .svg"),
         (["good", "--output", "no/x.png"], "the folder of output no/x.png is not there; make it first: mkdir -p no"),
-        (["broken"], "broken/config.json cannot be read as JSON"),
         (["n" * 300], "File name too long"),
         ([], "0 runs were named; expected 1 to 100 in one picture"),
         ([*map(str, range(101))], "101 runs were named; expected 1 to 100 in one picture"),
@@ -230,12 +210,8 @@ def test_bad_input_gives_one_message_and_exit_code_2(tmp_path, monkeypatch, caps
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path / "good")
     (make_run(tmp_path / "empty", finished=False) / "metrics.jsonl").write_text("")
-    if "broken" in arguments:
-        (make_run(tmp_path / "broken") / "config.json").write_text('{"seed')
     assert call(*arguments) == 2
-    message = capsys.readouterr().err.splitlines()[-1]
-    with pytest.raises(InputError, match=said):
-        raise InputError(message)
+    assert said in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_with_its_script_what_a_run_misreads_is_drawn_too(tmp_path, capsys):
@@ -285,48 +261,36 @@ def add_line(folder, **fields):
 @pytest.mark.parametrize(
     "name, content, said",
     [
-        ("config.json", b"[" * 100_000, "nested too deep"),
-        ("config.json", b"\xff", "cannot be read as JSON"),
         ("config.json", b"[]", "holds list; expected a JSON object"),
-        ("config.json", b" " * (2 << 20), "2,097,152 bytes; expected 1,048,576 at most"),
-        ("summary.json", b"7", "holds int"),
         ("summary.json", b'{"steps": "forty"}', "'forty' is no number"),
-        ("summary.json", b'{"steps": 40, "loss_floor": []}', "[] is no number"),
         ("summary.json", b'{"steps": 40, "goodput": [1]}', "goodput is [1], not the seconds of each phase"),
         ("summary.json", b'{"steps": 40, "goodput": {"step": -1}}', "goodput is {'step': -1}, not the seconds"),
+        ("summary.json", b'{"steps": 40, "goodput": {"step": 1e999}}', "[inf] is no number, or too large"),
         ("summary.json", b'{"steps": 40, "keep_running": [1]}', "lost_seconds is [1], not the seconds of each phase"),
         ("summary.json", b'{"steps": 40, "keep_running": {"lost_seconds": 7}}', "lost_seconds is 7, not the seconds"),
-        ("summary.json", b'{"steps": 40, "goodput": {"step": 1e999}}', "[inf] is no number, or too large"),
+        *((name, None, "is a FIFO") for name in ("config.json", "metrics.jsonl", "summary.json")),
     ],
 )
 def test_files_that_no_run_writes_are_refused(tmp_path, capsys, name, content, said):
     folder = make_run(tmp_path / "a")
-    (folder / name).write_bytes(content)
-    assert call(folder) == 2
+    (folder / name).unlink()
+    (folder / name).write_bytes(content) if content else os.mkfifo(folder / name)
+    with no_hang():
+        assert call(folder) == 2
     message = capsys.readouterr().err
     assert message.startswith(f"error: {folder}/{name}") and said in message and "expected" in message
     assert message.count("\n") == 1
 
 
-@pytest.mark.parametrize("kind", ["FIFO", "folder", "character device"])
-@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "summary.json"])
-def test_what_is_no_file_is_refused_by_name(tmp_path, capsys, name, kind):
-    folder = make_run(tmp_path / "a")
-    make_irregular(folder / name, kind)
-    with no_hang():
-        assert call(folder) == 2
-    assert f"error: {folder}/{name} is a {kind}; expected" in capsys.readouterr().err
-
-
-def test_lines_with_values_of_another_kind_are_left_out_and_named(tmp_path, capsys):
-    folder = make_run(tmp_path / "a", finished=False)
-    for bad in ("high", 10**400, [], {}):
-        add_line(folder, kind="train", step=40, loss=bad)
-    add_line(folder, kind="eval", step=40, test_loss=1.0, loss_floor="low")
-    add_line(folder, kind="train", step=50, loss=None, examples_per_second=-1e308)
+def test_lines_that_no_run_writes_are_left_out_and_named(tmp_path, capsys):
+    folder = make_run(tmp_path / "a", experts=[[30, 30, 30], [30, 30, 30]], finished=False)
+    bad = [dict(loss=value) for value in ("high", 10**400, [], {}, -1e308)] + [dict(test_loss=1.0, loss_floor="low")]
+    tables = ([[1, 2], [3]], [[90, {}, 1], [1, 1, 1]], [[30, 30], [30, 30]], [[None]], "none", [])
+    for fields in [*bad, *(dict(tokens_of_experts=table) for table in tables)]:
+        add_line(folder, kind="eval", step=60, **fields)
     found = plot_run.read_run(folder)
-    assert "6 damaged lines are left out (lines 13, 14, 15, 16, 17, 18)" in capsys.readouterr().err
-    assert found.last_step == 40
+    said = "12 damaged lines are left out (lines 13, 14, 15, 16, 17, 18, 19, 20 and others)"
+    assert said in capsys.readouterr().err and found.last_step == 40
 
 
 def test_a_line_without_end_and_a_long_log_take_little_memory(tmp_path):
@@ -345,5 +309,5 @@ def test_a_line_without_end_and_a_long_log_take_little_memory(tmp_path):
 
 def test_names_that_are_no_text_are_drawn(tmp_path):
     folders = [make_run(tmp_path / os.fsdecode(name)) for name in (b"\xff$x_{$", b"a (1)", b"a (2)", b"new\nline")]
-    assert run("tools.plot_run", *folders, "--output", tmp_path / "x.png").returncode == 0
+    assert call(*folders, "--output", tmp_path / "x.png") == 0
     assert {"?$x_{$", "a (1)", "a (2)", "new?line"} <= set(texts(plot_run.plot([*map(plot_run.read_run, folders)])))

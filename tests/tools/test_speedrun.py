@@ -25,7 +25,7 @@ from tools.make_chats import chats_of
 from tools.speedrun import check_text
 from tools.speedrunning import price, stages
 from tools.speedrunning.dial import make_plan
-from tools.speedrunning.one_page import bits_per_byte, write_report
+from tools.speedrunning.one_page import write_report
 from tools.speedrunning.price import TRAININGS, ask_compiler, lines_of_price, options_of_slice, with_changes
 from tools.speedrunning.stages import Stage, marker_of, run_stages, stages_of
 from tpu_utils.base.errors import InputError, TrainingError, run_script
@@ -45,14 +45,11 @@ def test_a_deeper_model_is_wider_and_reads_more():
     assert plans[0].learning_rate > plans[1].learning_rate > plans[2].learning_rate
 
 
-def test_a_short_text_is_read_four_times():
+def test_a_short_text_is_read_four_times_and_a_vocabulary_can_be_given():
+    """A text with few different pairs has none for that of the rule."""
     plan = make_plan(4, 10**6, 10**5)
     assert plan.tokens < 4 * 10**6 / 2.5 and plan.steps >= 300
     assert make_plan(4, 10**6, 10**5, most_steps=7).steps == 7
-
-
-def test_the_vocabulary_can_be_given():
-    """A text with few different pairs has none for that of the rule."""
     plan = make_plan(2, 10**6, 10**5, vocab_size=300)
     assert plan.vocab_size == plan.model["vocab_size"] == 300 and plan.model["eos_token_id"] == 297
 
@@ -69,36 +66,29 @@ def test_a_stage_on_a_cpu_has_variables_that_its_command_says(monkeypatch):
     assert stage.shown == "python -m tools.generate --help"
 
 
-def test_bits_per_byte():
-    """A loss of ln 2 for each token, of two bytes each: half a bit."""
-    assert bits_per_byte(0.6931471805599453, 0.5) == pytest.approx(0.5)
-
-
 def test_chats_are_lines_that_follow_each_other():
     chats = chats_of([b"One line of it.\nAnother line.\n\nSPEAKER NAME:\nThe third one.\n"], 10, 0)
     (found,) = [[message["content"] for message in chat["messages"]] for chat in chats]
     assert found == ["What comes after: One line of it.", "Another line."]
 
 
+def stage_of(folder: Path, name: str, script: str, **more) -> Stage:
+    (folder / f"{name}.py").write_text(script)
+    return Stage(name, [str(folder / f"{name}.py")], **more)
+
+
 def test_stages_go_on_where_they_were(tmp_path, capfd):
-    (tmp_path / "hello.py").write_text("print('it runs')")
-    good = Stage("good", [str(tmp_path / "hello.py")], kept=True)
-    (tmp_path / "bad.py").write_text("exit(3)")
-    bad, refusing = Stage("bad", [str(tmp_path / "bad.py")]), Stage("refusing", [str(tmp_path / "missing.py")])
+    good, bad = stage_of(tmp_path, "good", "print('it runs')", kept=True), stage_of(tmp_path, "bad", "exit(3)")
     with pytest.raises(TrainingError, match="stage 2 of 2, bad ended with exit code 3"):
         run_stages([good, bad], tmp_path)
     with pytest.raises(InputError, match="stage 2 of 2, refusing ended with exit code 2"):
-        run_stages([good, refusing], tmp_path)
+        run_stages([good, Stage("refusing", [str(tmp_path / "missing.py")])], tmp_path)
     assert json.loads(marker_of(tmp_path, "good").read_text())["printed"] == "it runs\n"
     assert capfd.readouterr().out.count("it runs") == 1
     assert run_stages([good], tmp_path) == 0
     assert "good: done before" in capfd.readouterr().out
     made = Stage("made", [str(tmp_path / "missing.py")], made=tmp_path)  # killed between the rename and the marker
     assert run_stages([made], tmp_path) == 0
-
-
-def appended(path):
-    path.write_bytes(path.read_bytes() + b"more")
 
 
 def changed(path):
@@ -112,7 +102,7 @@ def changed(path):
     ("change", "is_refused"),
     [
         (lambda folder: changed(folder / "one.txt"), True),
-        (lambda folder: appended(folder / "one.txt"), True),
+        (lambda folder: (folder / "one.txt").write_text("Some text. More."), True),
         (lambda folder: (folder / "two.txt").write_text("new"), True),
         (lambda folder: (folder / "one.txt").rename(folder / "another.txt"), True),
         (lambda folder: (folder / ".hidden").write_text("no part of the text"), False),
@@ -123,8 +113,7 @@ def changed(path):
 def test_another_text_than_a_stage_has_read_is_refused(tmp_path, change, is_refused):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "one.txt").write_text("Some text.")
-    (tmp_path / "hello.py").write_text("print('it runs')")
-    stage = Stage("good", [str(tmp_path / "hello.py")], reads=(tmp_path / "text",))
+    stage = stage_of(tmp_path, "good", "", reads=(tmp_path / "text",))
     assert run_stages([stage], tmp_path) == 0
     change(tmp_path / "text")
     if not is_refused:
@@ -141,9 +130,8 @@ def test_another_text_than_a_stage_has_read_is_refused(tmp_path, change, is_refu
 def test_what_a_stage_has_made_is_what_later_ones_read(tmp_path):
     """Another tokenizer in its place, conversations or weights edited by hand, were taken for those of the run."""
     made = tmp_path / "made"
-    (tmp_path / "makes.py").write_text(f"import pathlib; pathlib.Path({str(made)!r}).write_text('Weights.')")
-    (tmp_path / "fails.py").write_text("exit(3)")
-    both = [Stage("makes", [str(tmp_path / "makes.py")], leaves=(made,)), Stage("next", [str(tmp_path / "fails.py")])]
+    makes = stage_of(tmp_path, "makes", f"open({str(made)!r}, 'w').write('Weights.')", leaves=(made,))
+    both = [makes, stage_of(tmp_path, "next", "exit(3)")]
     for change, said in ((made.touch, "stage 2 of 2, next ended"), (lambda: changed(made), "made is not what stage 1")):
         with pytest.raises(TrainingError, match="stage 2 of 2, next ended with exit code 3"):
             run_stages(both, tmp_path)
@@ -168,9 +156,9 @@ def test_each_file_that_decides_a_stage_stands_in_its_record(tmp_path):
 
 def test_a_text_that_changes_while_a_stage_reads_it_is_refused(tmp_path):
     (tmp_path / "in.txt").write_text("Some text.")
-    (tmp_path / "writes.py").write_text(f"open({str(tmp_path / 'in.txt')!r}, 'a').write('more')")
+    writes = f"open({str(tmp_path / 'in.txt')!r}, 'a').write('more')"
     with pytest.raises(InputError, match=r"in.txt is not what stage 1 of 1, it has read"):
-        run_stages([Stage("it", [str(tmp_path / "writes.py")], reads=(tmp_path / "in.txt",))], tmp_path)
+        run_stages([stage_of(tmp_path, "it", writes, reads=(tmp_path / "in.txt",))], tmp_path)
     assert not marker_of(tmp_path, "it").exists()
 
 
@@ -217,21 +205,21 @@ def test_a_slice_with_more_devices_than_sequences_is_refused():
         options_of_slice(make_plan(2, 10**6, 10**5), "v6e-256")
 
 
-class Compiler:
-    """In place of aot_tpu.py: says what it was asked, and answers with the setting that a search found."""
+@pytest.fixture
+def compiler(monkeypatch):
+    """In place of aot_tpu.py: has what it was asked, and answers with the setting that a search found."""
+    settings = dict(mesh="2x4x1", gradient_accumulation_steps=2, attention="flash", remat=False, remat_keep="inputs")
+    settings |= dict(offload="nothing", compiler_options="", scan_layers=False, global_batch_size=256)
+    report = dict(fits=True, reason="", predicted_ms=90.0, predicted_ms_all_hidden=100.0, settings=settings)
+    report |= dict(limit_bytes=32 << 30, peak_bytes=4 << 30, compiler_peak_bytes=3 << 30, other=1)
+    made = SimpleNamespace(asked=[], report=report, code=0)
 
-    def __init__(self, monkeypatch, **report):
-        self.asked, self.report = [], report
-        monkeypatch.setattr(price.subprocess, "run", self.answer)
+    def answer(command, **_):
+        made.asked.append(command[1:])
+        return SimpleNamespace(returncode=made.code, stdout=json.dumps([report] if made.code == 0 else []))
 
-    def answer(self, command, **_):
-        self.asked.append(command[1:])
-        settings = dict(mesh="2x4x1", gradient_accumulation_steps=2, attention="flash", remat=False)
-        settings |= dict(remat_keep="inputs", offload="nothing", compiler_options="", scan_layers=False)
-        settings |= dict(global_batch_size=256)
-        report = dict(fits=True, reason="", predicted_ms=90.0, predicted_ms_all_hidden=100.0, settings=settings)
-        report |= dict(limit_bytes=32 << 30, peak_bytes=4 << 30, compiler_peak_bytes=3 << 30, other=1)
-        return SimpleNamespace(returncode=0, stdout=json.dumps([report | self.report]))
+    monkeypatch.setattr(price.subprocess, "run", answer)
+    return made
 
 
 def ask(folder, dollars=2.0, minutes=5.0):
@@ -244,8 +232,7 @@ def ask(folder, dollars=2.0, minutes=5.0):
     return found, with_changes(of_slice, found.changes)
 
 
-def test_what_the_search_found_is_asked_once_kept_and_used(tmp_path, monkeypatch):
-    compiler = Compiler(monkeypatch)
+def test_what_the_search_found_is_asked_once_kept_and_used(tmp_path, compiler):
     found, options = ask(tmp_path)
     searched, tuned = compiler.asked
     assert searched[-3:] == ["--search", "--minutes", "5"] and "--search" not in tuned
@@ -268,25 +255,23 @@ def test_what_the_search_found_is_asked_once_kept_and_used(tmp_path, monkeypatch
     assert ask(tmp_path) == again and len(compiler.asked) == 4
 
 
-def test_without_a_search_the_setting_is_that_of_the_dial(tmp_path, monkeypatch):
-    compiler = Compiler(monkeypatch)
+def test_without_a_search_the_setting_is_that_of_the_dial(tmp_path, compiler):
     found, options = ask(tmp_path, minutes=0.0)
     assert "--search" not in compiler.asked[0] and found.changes == {}
     assert options == options_of_slice(make_plan(12, 4 * 10**10, 10**6), "v6e-8")
 
 
-def test_what_does_not_fit_is_refused(tmp_path, monkeypatch):
-    Compiler(monkeypatch, fits=False, reason="too much", predicted_ms=None)
+def test_what_does_not_fit_is_refused(tmp_path, compiler):
+    compiler.report |= dict(fits=False, reason="too much", predicted_ms=None)
     with pytest.raises(InputError, match="pretrain of depth 12 does not fit v6e-8: too much; choose a larger slice"):
         ask(tmp_path)
-    monkeypatch.setattr(price.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1, stdout="[]"))
+    compiler.code = 1
     with pytest.raises(InputError, match="no setting of pretrain fits that --search tried"):
         ask(tmp_path / "none")
 
 
-def test_the_report_has_what_the_stages_left(tmp_path, monkeypatch):
+def test_the_report_has_what_the_stages_left(tmp_path, compiler):
     """A few lines stand for the runs. With a price the picture is wider: dollars beside the seconds."""
-    Compiler(monkeypatch)
     text, plan = tmp_path / "text", make_plan(12, 4 * 10**10, 10**6)
     text.write_text("ab" * 5000)
     (tmp_path / "shards").mkdir()

@@ -212,6 +212,13 @@ def test_a_line_without_end_takes_no_memory(tmp_path, ending):
     assert pyarrow.total_allocated_bytes() - before < stream_files.LONGEST
 
 
+def test_a_footer_that_claims_too_much_is_not_read(tmp_path):
+    path = write_documents(tmp_path / "a.parquet", TEXTS)
+    path.write_bytes(path.read_bytes()[:-8] + (1 << 31).to_bytes(4, "little") + b"PAR1")
+    with pytest.raises(InputError, match="ends without the footer of parquet"):
+        read(path)
+
+
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_whatever_a_file_holds_it_is_read_or_refused(tmp_path, ending):
     path = write_documents(tmp_path / f"a.{ending}", TEXTS)

@@ -1,4 +1,6 @@
-"""Training steps of GPT-2 124M on one GPU: this project's by torch.compile, and what users would write instead.
+"""Training steps on one GPU: this project's on the torch.compile backend, and what users would write or pick instead.
+
+GPT-2 124M, 8 layers of Llama 3.2 1B, ResNet-50.
 
 Run:     python benchmarks/gpu.py --out gpu.json
          python benchmarks/gpu.py --rows 'gpt2_8.*'       # these rows; --list prints all names
@@ -8,8 +10,9 @@ Exit:    0; 1 where no row was measured. A row that fails, runs out of memory
          or of time, or lacks a package says so, and the rest go on.
 
 Every program is a process of its own, one after the other. A number is the median of 3 groups of 20 steps, each ended
-by one wait for the GPU. bfloat16 products, float32 weights, random tokens, AdamW, gradients clipped at norm 1. MFU
-counts 6 N + 12 L d T FLOPs a token, of the shape that ours has, over the data sheet's dense bfloat16 peak.
+by one wait for the GPU. bfloat16 products, float32 weights, random tokens, AdamW, gradients clipped at norm 1; ResNet:
+random pictures, SGD. MFU counts 6 N + 12 L d T FLOPs a token, of the shape that ours has, and three forward passes of a
+picture, over the data sheet's dense bfloat16 peak.
 """
 
 import argparse
@@ -18,6 +21,7 @@ import dataclasses
 import fnmatch
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -28,48 +32,62 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.children import answer_of, parser_for
+from benchmarks.children import parser_for, reason_in
 from language.options.llama_shape import MODEL_SIZES
 from language.options.shapes import ModelShape
-from tpu_compiler.estimate.report import markdown
 from tpu_utils.base.gpus import gpu_named
 from tpu_utils.base.writing import write_atomically
 
-SHAPE = MODEL_SIZES["124M"]
-TINY = dataclasses.replace(SHAPE, num_layers=2, num_heads=2, embedding_dim=64, sequence_length=64, vocab_size=500)
+TINY = dict(num_layers=2, num_heads=2, embedding_dim=64, sequence_length=64, vocab_size=500)
+SHAPES = {
+    "gpt2": MODEL_SIZES["124M"],
+    "llama": dataclasses.replace(MODEL_SIZES["llama3_1B"], num_layers=8, sequence_length=2048),
+}
+TINY_SHAPES = {
+    "gpt2": dataclasses.replace(MODEL_SIZES["124M"], **TINY),
+    "llama": dataclasses.replace(MODEL_SIZES["llama_tiny"], vocab_size=500),
+}
+PICTURE_FLOPS = 3 * 2 * 4.09e9
+"""A training step of ResNet-50 for one picture of 224 x 224: 4.09 G products and sums forward, as torchvision says."""
 WAYS = {
     "ours": "this project",
     "ours_any_order": "this project, --no_deterministic",
     "nanogpt": "nanoGPT's way",
     "hugging_face": "Hugging Face",
     "jax": "plain JAX",
+    "usual": "torchvision, the usual loop",
 }
-ROWS = ["gpt2_8.ours", "gpt2_8.nanogpt", "gpt2_32.ours", "gpt2_32.nanogpt", "gpt2_8.jax", "gpt2_8.hugging_face"]
-ROWS += ["gpt2_32.jax", "gpt2_32.hugging_face", "gpt2_8.ours_any_order"]
-"""TASK.WAY, where a task ends with its batch. Those of GOALS first: the others may find no time left."""
+ROWS = ["gpt2_8.ours", "gpt2_8.nanogpt", "gpt2_32.ours", "gpt2_32.nanogpt", "llama_4.ours", "llama_4.hugging_face"]
+ROWS += ["resnet_256.ours", "resnet_256.usual", "gpt2_8.jax", "gpt2_8.hugging_face", "gpt2_32.jax"]
+ROWS += ["llama_4.jax", "gpt2_32.hugging_face", "gpt2_8.ours_any_order"]
+"""Those of GOALS first: the others may find no time left."""
 GOALS = (
     ("gpt2_8", "at most {} of nanoGPT's way", 0.80, "nanogpt"),
     ("gpt2_8", "at most {} ms a step", 15, "step_ms"),
     ("gpt2_32", "at most {} of nanoGPT's way", 0.85, "nanogpt"),
     ("gpt2_32", "MFU of at least {}", 0.50, "mfu"),
-    ("gpt2_8", "at most {} of the least memory", 1.1, "peak_gib"),
-    ("gpt2_32", "at most {} of the least memory", 1.1, "peak_gib"),
+    ("llama_4", "at most {} of Hugging Face's", 0.95, "hugging_face"),
+    ("resnet_256", "at most {} of the usual loop", 1.0, "usual"),
 )
 """(task, words, limit, the way to compare step_ms with or a field of our row), for one H100 or H200."""
+MOST_MEMORY = 1.1
+"""A goal too: our peak over the smallest of the same task."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a process is asked for."""
+    """What a process is asked for. ours: more options of this project's script."""
 
     row: str
     device: str
     tiny: bool
     folder: str
+    ours: str
 
     @property
-    def shape(self) -> ModelShape:
-        return TINY if self.tiny else SHAPE
+    def shape(self) -> ModelShape | None:
+        """None: pictures for a ResNet-50."""
+        return (TINY_SHAPES if self.tiny else SHAPES).get(self.row.partition("_")[0])
 
     @property
     def way(self) -> str:
@@ -78,17 +96,30 @@ class Task:
     @property
     def batch(self) -> int:
         batch = int(self.row.partition("_")[2].partition(".")[0])
-        return batch // 4 if self.tiny else batch
+        return max(2, batch // (4 if self.shape else 64)) if self.tiny else batch
 
     @property
-    def tokens(self) -> int:
-        """Tokens of a step."""
-        return self.batch * self.shape.sequence_length
+    def side(self) -> int:
+        """Pixels along a side of a picture."""
+        return 32 if self.tiny else 224
 
     @property
-    def script(self) -> list[str]:
-        """This project's, with the option of its way."""
-        return ["transformer_tpu.py", *["--no_deterministic"] * (self.way == "ours_any_order")]
+    def size(self) -> str:
+        return f"{self.batch} x {self.shape.sequence_length:,}" if self.shape else f"{self.batch} x {self.side}^2"
+
+    @property
+    def examples(self) -> int:
+        """Tokens or pictures of a step."""
+        return self.batch * (self.shape.sequence_length if self.shape else 1)
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of a token or picture."""
+        return self.shape.flops_per_token if self.shape else PICTURE_FLOPS * (self.side / 224) ** 2
+
+    @property
+    def options(self) -> str:
+        return f"{self.ours} --no_deterministic".strip() if self.way == "ours_any_order" else self.ours
 
     @property
     def steps(self) -> int:
@@ -108,74 +139,99 @@ def read_card() -> str:
 def versions() -> dict[str, str]:
     """{package: version} of those that are installed."""
     found = {}
-    for name in ("torch", "triton", "transformers", "jax"):
+    for name in ("torch", "triton", "torchvision", "transformers", "jax"):
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
 
 
 def command_of(task: Task) -> list[str]:
-    return [__file__, "--one", json.dumps(dataclasses.asdict(task))]
+    return [sys.executable, __file__, "--one", json.dumps(dataclasses.asdict(task))]
+
+
+def run_row(task: Task, environment: dict[str, str], limit: float) -> dict:
+    """What a process of its own printed last, or why there is nothing: "skipped". What it has started ends with it."""
+    output, errors = (Path(task.folder, f"{task.row}.{name}") for name in ("stdout", "stderr"))
+    with output.open("w") as out, errors.open("w") as err:
+        child = subprocess.Popen(command_of(task), stdout=out, stderr=err, env=environment, start_new_session=True)
+        try:
+            code = child.wait(limit)
+        except subprocess.TimeoutExpired:
+            return {"skipped": f"killed after {limit:g} s"}
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+    said = errors.read_text(errors="replace")
+    if code == 0:
+        return json.loads(output.read_text().strip().splitlines()[-1])
+    print(f"{task.row}:", *said.splitlines()[-25:], sep="\n    ", file=sys.stderr, flush=True)
+    return {"skipped": reason_in(said) or f"exit code {code}, and it said nothing"}
 
 
 def row_of(task: Task, card: str, result: dict) -> dict:
     """What is printed of a row."""
-    row = {"row": task.row, "size": f"{task.batch} x {task.shape.sequence_length:,}", "way": WAYS[task.way]} | result
+    row = {"row": task.row, "size": task.size, "way": WAYS[task.way]} | result
     if "skipped" in result:
         return row
     row["step_ms"] = statistics.median(result["groups_ms"])
-    row["per_second"] = task.tokens / row["step_ms"] * 1e3
-    row["tflops"] = row["per_second"] * task.shape.flops_per_token / 1e12
+    row["per_second"] = task.examples / row["step_ms"] * 1e3
+    row["tflops"] = row["per_second"] * task.flops / 1e12
     known = gpu_named(card.partition(", ")[0])
     row["mfu"] = row["tflops"] / known.bf16_tflops if known and task.device == "gpu" else None
     return row
 
 
 def table(rows: list[dict]) -> str:
-    heads = "batch,way,ms a step (groups),a second,TFLOP/s,MFU,peak GiB,reserved GiB,first step s,said".split(",")
+    heads = "row,batch,way,ms a step (groups),a second,TFLOP/s,MFU,peak GiB,reserved GiB,first step s,said".split(",")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     forms = {"per_second": ",.0f", "tflops": ".1f", "mfu": ".1%", "peak_gib": ".2f", "reserved_gib": ".2f"}
     forms["first_step_seconds"] = ".1f"
-    lines = [heads]
     for row in rows:
+        cells = [row["row"].partition("_")[0], row["size"], row["way"]]
         if "skipped" in row:
-            cells = ["-"] * (len(forms) + 1) + [f"skipped: {row['skipped'].replace('|', '/')}"]
-        else:
-            cells = [f"{row['step_ms']:.1f} ({min(row['groups_ms']):.1f} to {max(row['groups_ms']):.1f})"]
-            cells += ["-" if row[name] is None else format(row[name], form) for name, form in forms.items()]
-            cells.append(row["said"])
-        lines.append([row["size"], row["way"], *cells])
-    return "\n".join(markdown(lines))
+            lines.append(f"| {' | '.join(cells)} | skipped: {row['skipped'].replace('|', '/')} |")
+            continue
+        cells += [f"{row['step_ms']:.1f} ({min(row['groups_ms']):.1f} to {max(row['groups_ms']):.1f})"]
+        cells += ["-" if row[name] is None else format(row[name], form) for name, form in forms.items()]
+        lines.append(f"| {' | '.join([*cells, row['said']])} |")
+    return "\n".join(lines)
 
 
 def verdicts(rows: list[dict]) -> list[str]:
-    """A line for each of GOALS: the goal, what was measured, whether it is met."""
+    """A line for each of GOALS and each task's memory: the goal, what was measured, whether it is met."""
     found = {row["row"]: row for row in rows if "skipped" not in row}
 
     def measured(task: str, what: str) -> float | None:
+        """what: a field of our row, or the way whose step is compared with ours."""
         ours, other = found.get(f"{task}.ours"), found.get(f"{task}.{what}")
         if ours is None or (other is None and what in WAYS):
             return None
-        if what == "peak_gib":
-            peaks = [row[what] for name, row in found.items() if name.startswith(f"{task}.") and row[what]]
-            return ours[what] / min(peaks) if ours[what] and len(peaks) > 1 else None
         return ours["step_ms"] / other["step_ms"] if other else ours[what]
 
     lines = []
     for task, words, limit, what in GOALS:
         value = measured(task, what)
-        if value is None:
-            said = "not measured"
-        else:
-            is_met = value >= limit if what == "mfu" else value <= limit
-            said = f"{value:.2f}, {'met' if is_met else 'NOT met'}"
-        lines.append(f"goal       {task}: {words.format(limit)}: {said}")
+        is_met = value is not None and (value >= limit if what == "mfu" else value <= limit)
+        lines.append(verdict(task, words.format(limit), value, is_met))
+    for task in dict.fromkeys(name for name, *_ in GOALS):
+        peaks = [row["peak_gib"] for name, row in found.items() if name.startswith(f"{task}.") and row["peak_gib"]]
+        ours = measured(task, "peak_gib")
+        share = ours / min(peaks) if ours and len(peaks) > 1 else None
+        words = f"at most {MOST_MEMORY} of the least memory"
+        lines.append(verdict(task, words, share, share is not None and share <= MOST_MEMORY))
     return lines
 
 
-def environment_of(device: str, caches: str) -> dict[str, str]:
+def verdict(task: str, goal: str, value: float | None, is_met: bool) -> str:
+    said = "not measured" if value is None else f"{value:.2f}, {'met' if is_met else 'NOT met'}"
+    return f"goal       {task}: {goal}: {said}"
+
+
+def environment_of(device: str, caches: Path) -> dict[str, str]:
     """Variables of a child: where compilers keep what they have made, and the device that jax takes."""
-    kept = {name: f"{caches}/{name}" for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
-    kept["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    kept = {name: str(caches.resolve() / name.lower()) for name in names} | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     # one thread: several are slower on cores that others use too
     on_cpu = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return os.environ | kept | (on_cpu if device == "cpu" else {})
@@ -189,6 +245,8 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="tiny models")
     parser.add_argument("--limit", type=float, default=300.0, metavar="SECONDS", help="of one program; default 300")
     parser.add_argument("--all_limit", type=float, default=480.0, metavar="SECONDS", help="of all; default 480")
+    parser.add_argument("--caches", type=Path, metavar="DIR", help="keep the compilers' caches here")
+    parser.add_argument("--ours", default="", metavar="OPTIONS", help="more options for this project's scripts")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -207,15 +265,12 @@ def main() -> int:
     card, rows, end = read_card(), [], time.monotonic() + given.all_limit
     print(f"{card or 'no GPU'}; {', '.join(f'{name} {number}' for name, number in versions().items())}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        environment = environment_of(given.device, folder)
-        for task in (Task(name, given.device, given.tiny, folder) for name in names):
+        environment = environment_of(given.device, given.caches or Path(folder, "caches"))
+        for task in (Task(name, given.device, given.tiny, folder, given.ours) for name in names):
             left = end - time.monotonic()
-            try:
-                if left <= 0:
-                    raise RuntimeError(f"no time left of {given.all_limit:g} s; ask for it by --rows")
-                result = answer_of(*command_of(task), env=environment, limit=min(given.limit, left))
-            except RuntimeError as error:
-                result = {"skipped": str(error)}
+            result = {"skipped": f"no time left of {given.all_limit:g} s; ask for it by --rows"}
+            if left > 0:
+                result = run_row(task, environment, min(given.limit, left))
             rows.append(row_of(task, card, result))
             print(json.dumps(rows[-1]), flush=True)
             if given.out:  # so far

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from language.options.hf_config import hugging_face_config
+from language.options.llama_shape import LlamaShape
 from language.options.shapes import ModelShape
 
 LEARNING_RATE, BETAS, CLIP = 6e-4, (0.9, 0.95), 1.0
@@ -66,9 +66,19 @@ class HuggingFaceGPT(nn.Module):
         import transformers
 
         super().__init__()
-        config = hugging_face_config(shape) | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        config = transformers.AutoConfig.for_model(**config)
-        self.model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        self.model = transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                vocab_size=shape.vocab_size,
+                n_positions=shape.sequence_length,
+                n_embd=shape.embedding_dim,
+                n_layer=shape.num_layers,
+                n_head=shape.num_heads,
+                resid_pdrop=0.0,
+                embd_pdrop=0.0,
+                attn_pdrop=0.0,
+                attn_implementation=attention,
+            )
+        )
 
     def tie(self) -> None:
         self.model.tie_weights()
@@ -190,6 +200,53 @@ def jax_gpt_loss(parameters, tokens_BS, num_heads: int, dtype, attention=jax_att
         y = layer_norm(x, w["ln2_weight"], w["ln2_bias"]) @ w["mlp_in_weight"] + w["mlp_in_bias"]
         x = x + jax.nn.gelu(y, approximate=True) @ w["mlp_out_weight"] + w["mlp_out_bias"]
     x = layer_norm(x, parameters["final_weight"], parameters["final_bias"])
-    logits = (x @ parameters["tokens"].astype(dtype).T).astype(jnp.float32)
-    picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return jax_cross_entropy(x @ parameters["tokens"].astype(dtype).T, targets)
+
+
+def jax_cross_entropy(logits_BTV, targets_BT):
+    """Mean loss, in float32."""
+    import jax
+    import jax.numpy as jnp
+
+    logits = logits_BTV.astype(jnp.float32)
+    picked = jnp.take_along_axis(logits, targets_BT[..., None], axis=-1)[..., 0]
     return (jax.nn.logsumexp(logits, axis=-1) - picked).mean()
+
+
+def jax_llama_parameters(shape: LlamaShape):
+    L, D, V, E = shape.num_layers, shape.embedding_dim, shape.padded_vocab_size, shape.mlp_dim
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    sizes = dict(ln1_weight=(D,), q_weight=(D, queries), k_weight=(D, keys), v_weight=(D, keys))
+    sizes |= dict(out_weight=(queries, D), ln2_weight=(D,), gate=(D, E), up=(D, E), mlp_out=(E, D))
+    head = {} if shape.tied_head else dict(head=(V, D))
+    return jax_normal(dict(tokens=(V, D), final_weight=(D,), layers=[sizes] * L) | head)
+
+
+def jax_llama_loss(parameters, tokens_BS, shape: LlamaShape, dtype, attention):
+    """As jax_gpt_loss, of a Llama. The stretching of rope_scaling would change constants and no operation."""
+    import jax
+    import jax.numpy as jnp
+
+    def rms_norm(x, weight):
+        z = x.astype(jnp.float32)
+        return (z * jax.lax.rsqrt((z * z).mean(-1, keepdims=True) + shape.norm_eps) * weight).astype(dtype)
+
+    inputs, targets = tokens_BS[:, :-1], tokens_BS[:, 1:]
+    (B, T), K = inputs.shape, shape.head_dim
+    radians = jnp.arange(T)[:, None] / shape.rope_theta ** (jnp.arange(0, K, 2) / K)
+    cos, sin = jnp.cos(radians)[:, None], jnp.sin(radians)[:, None]
+
+    def rotate(x_BTHK):
+        x, y = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
+        return jnp.concatenate([x * cos - y * sin, y * cos + x * sin], -1).astype(dtype)
+
+    x = parameters["tokens"][inputs].astype(dtype)
+    for layer in parameters["layers"]:
+        w = {name: value if "ln" in name else value.astype(dtype) for name, value in layer.items()}
+        y = rms_norm(x, w["ln1_weight"])
+        q, k, v = ((y @ w[f"{name}_weight"]).reshape(B, T, -1, K) for name in "qkv")
+        x = x + attention(rotate(q), rotate(k), v).reshape(B, T, -1) @ w["out_weight"]
+        y = rms_norm(x, w["ln2_weight"])
+        x = x + (jax.nn.silu(y @ w["gate"]) * (y @ w["up"])) @ w["mlp_out"]
+    head = parameters["tokens" if shape.tied_head else "head"].astype(dtype)
+    return jax_cross_entropy(rms_norm(x, parameters["final_weight"]) @ head.T, targets)

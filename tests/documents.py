@@ -35,3 +35,11 @@ def write_corpus(folder: Path, files: int, documents: int, padding: int = 30) ->
         write_documents(folder / f"part_{file:04d}.{ENDINGS[file % len(ENDINGS)]}", own)
         texts += own
     return texts
+
+
+def write_chats(path: Path, count: int = 150) -> None:
+    """Conversations that a small model learns in a few steps."""
+    random = np.random.default_rng(0)
+    words = ["".join(random.choice(list("abcdefgh"), random.integers(2, 7))) for _ in range(count)]
+    chats = [{"prompt": f"Say {word} twice.", "completion": f"{word} {word}"} for word in words]
+    path.write_text("".join(json.dumps(chat) + "\n" for chat in chats))

@@ -146,11 +146,10 @@ def export(
     """The newest or the best checkpoint of a run. One parameter is in memory at a time."""
     config, saved = read_run(run_dir, checkpoint)
     shape = config.shape
-    scale = config.lora_alpha / config.lora_rank if config.lora_rank else 0.0
     check_room(folder, {name: Kind(source.size, dtype) for name, source in sources(shape).items()})
 
     def merged(name: str) -> torch.Tensor:
-        return check_finite(read_merged(saved, name, scale).to(dtype), f"{saved.folder}: {name}, as {dtype}")
+        return check_finite(read_merged(saved, name, config).to(dtype), f"{saved.folder}: {name}, as {dtype}")
 
     with written_aside(folder) as aside:
         write_weights(aside, shape, dtype, their_tensors(shape, merged), most_bytes)

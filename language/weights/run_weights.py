@@ -67,8 +67,8 @@ def read_parameter(saved: Saved, name: str) -> torch.Tensor:
     return check_finite(saved.files().read(PREFIX + name), f"{saved.folder}: {name}")
 
 
-def read_merged(saved: Saved, name: str, scale: float) -> torch.Tensor:
-    """W + scale b @ a in float32 where the matrix has adapters, else the parameter as it is."""
+def read_merged(saved: Saved, name: str, config: TransformerConfig) -> torch.Tensor:
+    """W + lora_alpha / lora_rank b @ a in float32 where the matrix has adapters, else the parameter as it is."""
     value = read_parameter(saved, name)
     a, b = adapter_names(name)
     if PREFIX + a not in saved.entries:
@@ -76,7 +76,7 @@ def read_merged(saved: Saved, name: str, scale: float) -> torch.Tensor:
     value = value.float()
     a, b = read_parameter(saved, a), read_parameter(saved, b)
     for whole, down, up in zip(*(t.reshape(-1, *t.shape[-2:]) for t in (value, a, b)), strict=True):
-        whole.addmm_(up, down, alpha=scale)
+        whole.addmm_(up, down, alpha=config.lora_alpha / config.lora_rank)
     return value
 
 

@@ -72,8 +72,7 @@ def open_source(
         shape = trained.shape
         own = tokenizer_of_run(Path(run_dir), trained)
         longest = longest_context(trained)
-        scale = trained.lora_alpha / trained.lora_rank if trained.lora_rank else 0.0
-        read = lambda name: read_merged(saved, name, scale)  # noqa: E731
+        read = lambda name: read_merged(saved, name, trained)  # noqa: E731
         dtype, of_run = getattr(torch, trained.precision), trained.chat_format
         trained_here = saved.step > 0  # at step 0 tools.convert_hf has made it
     name = tokenizer or own or {BYTE_VOCAB_SIZE: "bytes", GPT2_VOCAB_SIZE: "gpt2"}.get(shape.vocab_size)

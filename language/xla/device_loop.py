@@ -64,14 +64,7 @@ class DeviceLoop:
         with torch.no_grad():
             ends = torch.func.functional_call(self.body, weights, tuple(begins))
         held = [*weights.values(), *held[len(weights) :]]
-        if len(ends) != len(begins):
-            raise ValueError(f"the loop's body gives {len(ends)} tensors, expected {len(begins)}, as it takes")
-        for number, (begin, end) in enumerate(zip(begins, ends, strict=True), 1):
-            was, is_now = (f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in (begin, end))
-            if was != is_now:
-                raise ValueError(
-                    f"tensor {number} of the loop was {was}, is {is_now} behind its body; expected the same"
-                )
+        assert [(t.shape, t.dtype) for t in ends] == [(t.shape, t.dtype) for t in begins], "what the body takes"
         body, numbers, constants = lower(list(ends), [*begins, *held])
         carried, of_held = numbers[: len(carry)], numbers[len(carry) :]
         self.places = [place for place, number in enumerate(of_held) if number != -1]

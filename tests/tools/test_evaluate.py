@@ -4,16 +4,13 @@ import dataclasses
 import json
 import random
 import re
-import shutil
 import sys
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch_xla
-from jinja2 import Template
 from made_tasks import BUNDLE, MAKERS, WORDS, words, write_bundle, write_lines, write_task
 from processes import run
 from run_files import assert_identical, read_lines, state_in, summary_in
@@ -23,7 +20,6 @@ from test_tokenizer import trained
 import transformer_tpu
 from language.data import chat as chat_data
 from language.options.transformer_options import TransformerConfig
-from language.tasks.questions import encode_pair, lengths_of
 from language.tasks.scores import read_tasks
 from language.tasks.texts import write_texts
 from language.weights.sources import load, open_source
@@ -62,7 +58,8 @@ def folder(request, tmp_path_factory) -> Path:
     return path
 
 
-def harness_of(folder: Path):
+@pytest.fixture(scope="module")
+def theirs(folder):
     """lm-evaluation-harness's own wrapper of a model."""
     models = pytest.importorskip("lm_eval.models.huggingface", reason="requirements-dev.txt brings lm_eval")
     return models.HFLM(
@@ -71,11 +68,6 @@ def harness_of(folder: Path):
         batch_size=8,
         device="cpu",
     )
-
-
-@pytest.fixture(scope="module")
-def theirs(folder):
-    return harness_of(folder)
 
 
 @pytest.fixture(scope="module")
@@ -168,57 +160,24 @@ def test_answers_are_those_of_lm_evaluation_harness(theirs, ours, tmp_path, monk
         assert sum(one["acc"] for one in samples) or ours[0].tokenizer.begin is not None, "the GPT-2 completes some"
 
 
-@pytest.mark.parametrize(
-    "said",
-    [dict(add_bos_token=True), dict(add_bos_token=False), dict(add_bos_token=True, add_eos_token=True), dict()],
-    ids=str,
-)
-def test_what_stands_around_a_question_is_what_the_harness_puts_there(folder, tmp_path, said):
-    """tokenizer_config.json decides, whatever the template in tokenizer.json."""
-    from lm_eval.api.instance import Instance
-
-    copied = Path(shutil.copytree(folder, tmp_path / "model"))
-    named = dict(bos_token="<|begin|>", eos_token="<|end|>", tokenizer_class="LlamaTokenizerFast")
-    (copied / "tokenizer_config.json").write_text(json.dumps(named | said))
-    asked = [("to be", " or not"), ("that is the question: ", "be"), ("", "to be"), ("question\n\nbe", " be be")]
-    harness, found = harness_of(copied), []
-    harness._loglikelihood_tokens = lambda requests, **_: found.extend(requests) or []
-    harness.loglikelihood([Instance("loglikelihood", {}, pair, n) for n, pair in enumerate(asked)], True)
-    tokenizer = open_source(hf=str(copied)).tokenizer
-    expected = [(context + continuation, len(continuation)) for _, context, continuation in found]
-    assert [encode_pair(tokenizer, *pair) for pair in asked] == expected
-
-
 # ---------------------------------------------------------------------------------------------------- nanochat's CORE
-# render_prompts_mc(), render_prompts_schema() and render_prompts_lm() of nanochat/core_eval.py
-TEMPLATES = dict(
-    multiple_choice="""{%- for example in fewshot_examples -%}
-{{ example.query }}{{ continuation_delimiter }}{{ example.choices[example.gold] }}
-
-{% endfor -%}
-{{ item.query }}{{ continuation_delimiter }}{{ choice }}""",
-    schema="""{%- for example in fewshot_examples -%}
-{{ example.context_options[example.gold] }}{{ continuation_delimiter }}{{ example.continuation }}
-
-{% endfor -%}
-{{ context }}{{ continuation_delimiter }}{{ item.continuation }}""",
-    language_modeling="""{%- for example in fewshot_examples -%}
-{{ example.context | trim }}{{ continuation_delimiter }}{{ example.continuation }}
-
-{% endfor -%}
-{{ item.context | trim }}{{ continuation_delimiter }}{% if include_continuation %}{{ item.continuation }}{% endif %}""",
-)
 
 
 def rendered(item: dict, kind: str, delimiter: str, shots: list[dict]) -> list[str]:
-    """The prompts of a question; of language_modeling that without and that with the continuation."""
-    template = Template(TEMPLATES[kind])
-    render = partial(template.render, fewshot_examples=shots, continuation_delimiter=delimiter, item=item)
-    if kind == "multiple_choice":
-        return [render(choice=choice) for choice in item["choices"]]
-    if kind == "schema":
-        return [render(context=context) for context in item["context_options"]]
-    return [render(include_continuation=False).strip(), render(include_continuation=True)]
+    """The prompts of a question, as render_prompts_mc(), _schema() and _lm() of nanochat/core_eval.py; of
+    language_modeling that without and that with the continuation."""
+
+    def texts(one: dict) -> list[str]:
+        if kind == "multiple_choice":
+            return [one["query"] + delimiter + choice for choice in one["choices"]]
+        if kind == "schema":
+            return [context + delimiter + one["continuation"] for context in one["context_options"]]
+        return [one["context"].strip() + delimiter + one["continuation"]]
+
+    before = "".join(texts(shot)[shot.get("gold", 0)] + "\n\n" for shot in shots)
+    prompts = [before + text for text in texts(item)]
+    without = [prompts[0].removesuffix(item["continuation"]).strip()] if kind == "language_modeling" else []
+    return without + prompts
 
 
 def common_length(sequences: list[list[int]], from_the_right=False) -> int:
@@ -277,13 +236,11 @@ def test_core_is_nanochats(theirs, ours, tmp_path, limit):
 @pytest.mark.parametrize("folder", ["gpt2"], indirect=True)
 def test_one_graph_for_each_length_that_occurs(ours, tmp_path):
     source, model = ours
-    assert lengths_of(1000) == [128, 256, 512, 1000] and lengths_of(1024) == [128, 256, 512, 1024]
-    assert lengths_of(64) == [64] and lengths_of(1024, 256) == [256, 512, 1024]
     named = {name: write_task(tmp_path / name, name, 9) for name in ("hellaswag", "arc_easy", "lambada")}
     rows = read_tasks(named, source.tokenizer, LONGEST).rows
     before = graphs_compiled()
     evaluate.score(model, rows, LONGEST, 700, torch_xla.device())  # a shape that no other test has
-    assert graphs_compiled() - before == len(lengths_of(LONGEST)) == 2
+    assert graphs_compiled() - before == 2, "of 128 and 160 tokens"
 
 
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)
@@ -359,13 +316,6 @@ def train(folder: Path, name: str, *own: str, devices=1) -> None:
     assert result.returncode == 0, result.stderr[-3000:]
 
 
-def test_a_run_is_scored(runs):
-    before, after = [line for line in read_lines(runs / "scored") if line["kind"] == "eval"]
-    assert before[f"{LAMBADA}_perplexity"] > after[f"{LAMBADA}_perplexity"] and len(after["core_centered"]) == 3
-    assert after["core"] == pytest.approx(np.mean(after["core_centered"]))
-    assert {"arc_easy_accuracy", "arc_easy_accuracy_norm", f"{LAMBADA}_accuracy"} < after.keys()
-
-
 @pytest.mark.slow
 def test_a_run_trains_as_without(runs):
     train(runs, "plain")
@@ -400,8 +350,11 @@ def test_a_run_on_a_mesh_is_scored_alike(runs, mesh="1x2x2x2"):
     assert summary_in(runs / mesh)["eval_graphs"] == 2
 
 
-def test_a_checkpoint_is_scored_as_in_its_run(runs, tmp_path, capsys):
-    *_, said = [line for line in read_lines(runs / "scored") if line["kind"] == "eval"]
+def test_a_run_is_scored_and_its_checkpoint_alike(runs, tmp_path, capsys):
+    before, said = [line for line in read_lines(runs / "scored") if line["kind"] == "eval"]
+    assert before[f"{LAMBADA}_perplexity"] > said[f"{LAMBADA}_perplexity"] and len(said["core_centered"]) == 3
+    assert said["core"] == pytest.approx(np.mean(said["core_centered"]))
+    assert {"arc_easy_accuracy", "arc_easy_accuracy_norm", f"{LAMBADA}_accuracy"} < said.keys()
     found = scores_of(runs / "scored", tmp_path)
     assert found.pop(f"{LAMBADA}_perplexity") == pytest.approx(said[f"{LAMBADA}_perplexity"], rel=1e-4)
     assert len(found) >= 5 and found == {name: said[name] for name in found}

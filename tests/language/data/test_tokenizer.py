@@ -7,7 +7,7 @@ import zlib
 
 import pytest
 import tokenizers
-from mutations import make_irregular, mutated, mutated_json, no_hang, refusals
+from mutations import mutated, mutated_json, refusals
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from language.data import tokenizer
@@ -64,18 +64,15 @@ BOTH = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
     "config",
     [
         LLAMA | BOTH,
-        LLAMA | BOTH | {"add_bos_token": False},
         LLAMA | BOTH | {"add_bos_token": True, "add_eos_token": True},
         {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False, "add_eos_token": True} | BOTH,
         {"tokenizer_class": "GemmaTokenizer"}
         | BOTH
         | {"bos_token": {"content": "<|im_start|>", "__type": "AddedToken"}},
         {"tokenizer_class": "CohereTokenizerFast", "add_bos_token": False} | BOTH,
-        {"tokenizer_class": "GPTNeoXTokenizerFast"} | BOTH,
         {"tokenizer_class": "GPTNeoXTokenizerFast", "add_bos_token": True} | BOTH,
         GPT | BOTH | {"add_bos_token": True},
         {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": False, "add_eos_token": True} | BOTH,
-        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"},
         {"tokenizer_class": "PreTrainedTokenizerFast", "add_prefix_space": True} | BOTH,
     ],
     ids=lambda config: "-".join(f"{value}" for value in config.values()),
@@ -152,9 +149,7 @@ LOSSY = {
 
 
 @pytest.mark.parametrize("kind", LOSSY)
-@pytest.mark.parametrize(
-    "text", ["\u65e5\u672c\u8a9e\u306e" * 50, "\u041f\u0440\u0438\u0432\u0435\u0442 " * 50, "<> {} ## " * 50]
-)
+@pytest.mark.parametrize("text", ["\u65e5\u672c\u8a9e\u306e" * 50, "<> {} ## " * 50])
 def test_a_tokenizer_that_loses_a_text_is_refused(tmp_path, capsys, kind, text):
     LOSSY[kind]().save(str(trained(tmp_path) / "tokenizer.json"))
     found = load_tokenizer(str(tmp_path))
@@ -236,15 +231,10 @@ def test_files_beside_it_that_cannot_be(tmp_path, beside, message):
         load_tokenizer(str(trained(tmp_path, **beside)))
 
 
-@pytest.mark.parametrize("kind", ["FIFO", "folder", "character device", "nothing", "large"])
-def test_a_tokenizer_that_is_no_file(tmp_path, kind, monkeypatch):
-    path = trained(tmp_path) / "tokenizer.json"
-    if kind == "large":
-        monkeypatch.setattr(tokenizer, "LARGEST_FILE", 1000)
-    else:
-        make_irregular(path, kind)
-    with no_hang(), pytest.raises(InputError, match=r"tokenizer.json.* expected (1,000 at most, )?a tokenizer.json"):
-        load_tokenizer(str(tmp_path))
+def test_a_tokenizer_that_is_too_large_or_not_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizer, "LARGEST_FILE", 1000)
+    with pytest.raises(InputError, match=r"tokenizer.json.* expected 1,000 at most, a tokenizer.json"):
+        load_tokenizer(str(trained(tmp_path)))
     with pytest.raises(InputError, match="tokenizer no: no such file or folder; expected bytes, gpt2"):
         load_tokenizer("no")
 
@@ -253,25 +243,11 @@ def replaced(pattern, content, times):
     return normalizers.Sequence([normalizers.Replace(pattern, content) for _ in range(times)])
 
 
-def charsmap(text: bytes) -> bytes:
-    """A table of SentencePiece's whose trie is empty, with one text in it."""
-    return (4).to_bytes(4, "little") + bytes(4) + text + b"\0"
-
-
 BY_LENGTH = {
     "letters": ("normalizer", replaced("a", "a" * 8, 12)),
-    "nothing": ("normalizer", replaced("", "a" * 8, 12)),
     "regex": ("normalizer", replaced(tokenizers.Regex("x*"), "a" * 8, 12)),
     "bytes": ("normalizer", normalizers.Sequence([normalizers.ByteLevel()] * 30)),
     "front": ("normalizer", normalizers.Prepend("a" * 3000)),
-    "decomposed": (
-        "normalizer",
-        normalizers.Sequence([normalizers.Replace("\u0644", "\ufdfa"), normalizers.NFKD()] * 9),
-    ),
-    "lower case": (
-        "normalizer",
-        normalizers.Sequence([normalizers.Lowercase(), normalizers.Replace("\u2c65", "\u023a" * 2)] * 18),
-    ),
     "words": (
         "pre_tokenizer",
         pre_tokenizers.Sequence(
@@ -284,7 +260,6 @@ BY_LENGTH = {
     ),
     "decoder": ("decoder", decoders.Sequence([decoders.Replace("a", "a" * 8)] * 12)),
     "suffix": ("decoder", decoders.Sequence([decoders.BPEDecoder(suffix="")] * 24)),
-    "delimiter": ("decoder", decoders.Sequence([decoders.CTC("x", word_delimiter_token="")] * 24)),
     "unknown": ("model", models.WordLevel({"x" * 2000: 0, "<|end|>": 1}, unk_token="x" * 2000)),
     "template": (
         "post_processor",
@@ -308,10 +283,14 @@ def test_a_small_file_does_not_take_gigabytes(tmp_path, part):
         load_tokenizer(str(tmp_path))
 
 
-def test_a_table_of_characters_is_measured():
-    assert growth({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(charsmap(b"a" * 999))}) == 999
+def test_what_a_usual_tokenizer_does_is_measured():
+    table = (4).to_bytes(4, "little") + bytes(4) + b"a" * 999 + b"\0"  # SentencePiece's, of an empty trie and a text
+    assert growth({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table)}) == 999
     usual = [normalizers.NFC(), normalizers.BertNormalizer(), normalizers.Replace(" ", "\N{LOWER ONE EIGHTH BLOCK}")]
     assert growth(json.loads(normalizers.Sequence(usual).__getstate__())) == 72
+    assert (
+        growth(json.loads(normalizers.Sequence([normalizers.NFKD(), normalizers.Lowercase()]).__getstate__())) == 16.5
+    )
 
 
 def test_no_damage_is_a_crash(tmp_path):

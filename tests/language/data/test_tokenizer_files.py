@@ -16,13 +16,12 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from language.data.chat import FORMATS, TEMPLATES, format_chat, prompt_of_chat, stop_tokens
 from language.data.llmc_files import write_token_shard
-from language.data.tokenizer import Bytes, check_tokenizer, load_tokenizer
+from language.data.tokenizer import Bytes, load_tokenizer
 from language.data.tokenizer_files import export_tokenizer, keep_with_shards, reads_as_trained, tokenizer_of_run
 from language.data.tokens import check as check_shards
 from language.generation.decoding import generate
 from language.generation.sampling import SamplingOptions, ask
-from language.models.layers import adapter_sizes
-from language.models.llama import Llama, parameter_shapes
+from language.models.llama import Llama
 from language.options.hf_config import hugging_face_config
 from language.options.llama_shape import LlamaShape
 from language.options.transformer_options import TransformerConfig
@@ -126,11 +125,6 @@ def test_a_templated_conversation_has_the_tokens_of_training(base, olmo2, tmp_pa
         assert said["input_ids"] == expected and said["assistant_masks"] == [int(one) for one in targets], messages
         prompt = theirs.apply_chat_template(messages[:-1], add_generation_prompt=True)
         assert prompt == prompt_of_chat(messages[:-1], config.chat_format, ours), messages
-    texts = "", "".join(SPECIAL + OTHERS)
-    said = [[dict(role=role, content=text) for role in ("user", "assistant")] for text in texts]
-    special = set(getattr(ours, "special", {}).values())
-    of_template, typed = ([t for t in format_chat(chat, config.chat_format, ours)[0] if t in special] for chat in said)
-    assert of_template == typed, "what is typed in a text is text"
     stops = stop_tokens(config.chat_format, ours) | ours.stops
     assert theirs.eos_token_id == expected[len(targets) - 1 - targets[::-1].index(True)], "what ended an answer"
     said = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
@@ -160,14 +154,14 @@ def test_a_tokenizer_that_puts_a_space_before_each_text_is_named(base, tmp_path)
     assert load_tokenizer(str(base)).encode("<|im_end|>") != [2], "special tokens in a text are text as before"
 
 
-@pytest.mark.parametrize("content", ["[]", "{", '{"eos_token": 1, "eos_token": 2}'])
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "generation_config.json"])
-def test_a_file_that_is_no_json_object_is_refused(base, tmp_path, name, content):
-    folder = train_tokenizer(tmp_path / "base")
-    (folder / name).write_text(content)
-    (tmp_path / "out").mkdir()
-    with pytest.raises(InputError, match=f"{name}.*expected"):
-        export_tokenizer(tmp_path / "run", config_of(folder, "chatml"), tmp_path / "out")
+def test_a_file_that_is_no_json_object_is_refused(base, tmp_path, name):
+    folder = Path(shutil.copytree(base, tmp_path / "base"))
+    for number, content in enumerate(("[]", "{", '{"eos_token": 1, "eos_token": 2}')):
+        (folder / name).write_text(content)
+        (tmp_path / f"{number}").mkdir()
+        with pytest.raises(InputError, match=f"{name}.*expected"):
+            export_tokenizer(tmp_path / "run", config_of(folder, "chatml"), tmp_path / f"{number}")
 
 
 # ---------------------------------------------------------------------------------------------------------------- bytes
@@ -186,13 +180,11 @@ def test_bytes_as_others_read_them(tmp_path):
 
 
 def test_shards_keep_their_tokenizer(base, tmp_path):
-    prefix = str(tmp_path / "c")
-    assert keep_with_shards(load_tokenizer(str(base)), prefix) == tmp_path / "c_tokenizer"
-    again = load_tokenizer(str(tmp_path / "c_tokenizer"))
-    assert again.fingerprint == load_tokenizer(str(base)).fingerprint
-    assert keep_with_shards(again, prefix), "from itself"
-    assert load_tokenizer(str(tmp_path / "c_tokenizer")).fingerprint == again.fingerprint
-    assert keep_with_shards(Bytes(), prefix) is None and not any((tmp_path / "c_tokenizer").iterdir())
+    prefix, kept = str(tmp_path / "c"), tmp_path / "c_tokenizer"
+    for _ in range(2):  # again, from itself
+        assert keep_with_shards(load_tokenizer(str(kept if kept.exists() else base)), prefix) == kept
+        assert load_tokenizer(str(kept)).fingerprint == load_tokenizer(str(base)).fingerprint
+    assert keep_with_shards(Bytes(), prefix) is None and not any(kept.iterdir())
 
 
 def test_a_run_on_shards_exports_and_samples_with_their_tokenizer(base, tmp_path, monkeypatch, capsys):
@@ -201,25 +193,20 @@ def test_a_run_on_shards_exports_and_samples_with_their_tokenizer(base, tmp_path
     monkeypatch.setattr("sys.argv", ["x", str(tmp_path / "in.txt"), "--output", str(prefix), "--tokenizer", str(base)])
     assert prepare_data.main() == 0 and f"{prefix}_tokenizer: the tokenizer of" in capsys.readouterr().out
     kept = load_tokenizer(f"{prefix}_tokenizer")
-    data = dict(
-        dataset="tokens", data_dir=str(prefix.parent), train_data="c_train_*.bin", validation_data="c_val_*.bin"
-    )
+    data = dict(dataset="tokens", data_dir=str(prefix.parent), train_data="c_train_*", validation_data="c_val_*")
     config = TransformerConfig(**data, model_size="llama_tiny", vocab_size=kept.vocab_size, global_batch_size=2)
     check_files(config)
     model = Llama(config.shape)
     model.initialise(0)
     save_run(tmp_path / "run", config, model.state_dict())
     source = sources.open_source(run_dir=str(tmp_path / "run"))
-    assert source.tokenizer.fingerprint == kept.fingerprint and source.start == kept.begin == 1, (
-        "as of a Llama, whose class no file names"
-    )
+    assert source.tokenizer.fingerprint == kept.fingerprint
+    assert source.start == kept.begin == 1, "as of a Llama, whose class no file names"
     convert_hf.export(tmp_path / "run", tmp_path / "out", torch.float32)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert theirs(TEXT, add_special_tokens=False).input_ids == kept.encode(TEXT)
     named = dataclasses.replace(config, tokenizer="bytes", data_dir=str(tmp_path))
     assert tokenizer_of_run(tmp_path / "run", named) == "bytes", "the one that is named is believed"
-    with pytest.raises(InputError, match="but the model 312; expected the tokenizer that"):
-        check_tokenizer(kept, 312)
 
 
 # ------------------------------------------------------------------------------------------------ models that end
@@ -294,35 +281,6 @@ def test_a_chat_ends_elsewhere_where_it_ends_here(trained, tmp_path, format, cap
     assert [tokens for _, tokens in found] == expected
     for (text, _), tokens, answer in zip(found, expected, ANSWERS.values(), strict=True):
         assert text.removeprefix(" ") == answer and len(tokens) < 40, "it has ended by itself"
-
-
-def test_a_chat_with_an_adapter_ends_too(trained, tmp_path):
-    """The base ends elsewhere, and has no template: both come with the adapter."""
-    peft = pytest.importorskip("peft", reason="pip install -r requirements-dev.txt brings peft")
-    model, base = trained
-    config = config_of(base, "qwen3", lora_rank=2)
-    adapters = {
-        f"{name}.{layer}": torch.randn(size, generator=torch.Generator().manual_seed(layer)) * 0.003
-        for name, (layers, *size) in adapter_sizes(parameter_shapes(model.shape), 2).items()
-        for layer in range(layers)
-    }
-    save_run(tmp_path / "run", config, model.state_dict() | adapters)
-    plain = config_of(base, "auto", dataset="tokens")
-    save_run(tmp_path / "base", plain, model.state_dict())
-    convert_hf.export(tmp_path / "base", tmp_path / "weights", torch.float32)
-    convert_hf.export_adapter(tmp_path / "run", tmp_path / "adapter", torch.float32)
-    convert_hf.export(tmp_path / "run", tmp_path / "merged", torch.float32)
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    weights = load(tmp_path / "weights")
-    weights.generation_config = transformers.GenerationConfig.from_pretrained(tmp_path / "adapter")
-    theirs = peft.PeftModel.from_pretrained(weights, tmp_path / "adapter")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "adapter")
-    found, expected = their_answers(theirs, tokenizer), our_answers(tmp_path / "run")
-    assert [tokens for _, tokens in found] == expected and max(map(len, expected)) < 40
-    tokens = torch.arange(24).view(2, 12) * 7 % model.shape.vocab_size
-    with torch.no_grad():
-        logits, merged = theirs(tokens).logits, load(tmp_path / "merged")(tokens).logits
-    assert (logits - merged).abs().max() <= 1e-6 * merged.abs().max(), "a base in float32 is not rounded"
 
 
 def test_shards_of_another_tokenizer_than_the_models_are_refused(tmp_path):

@@ -22,72 +22,36 @@ RUN += ["--save_every=3", "--device=cpu"]
 SAMPLES = ["--sample_every=2", "--sample_prompts", "1 2 3", "7"]
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """plain, sampled, and sampled again from its checkpoint of step 3, as resumed."""
-    folder, options = tmp_path_factory.mktemp("runs"), [*MODEL, *RUN, "--tensorboard", *SAMPLES]
-    resumed = ["sampled/resumed", "--resume=must"]  # its options are in config.json
-    train_all(folder, 1, [["sampled", *options], ["plain", *MODEL, *RUN], resumed])
-    return folder
-
-
 def samples_in(run_dir) -> list[tuple]:
     return [(s["step"], s["prompt"], s["text"]) for s in read_lines(run_dir) if s["kind"] == "sample"]
 
 
-def test_a_run_with_samples_ends_with_the_same_bits(runs):
-    last = "checkpoints/step_00000006"
-    assert_identical(state_in(runs / "sampled" / last), state_in(runs / "plain" / last))
-    plain, sampled = (json.loads((runs / name / "summary.json").read_text()) for name in ("plain", "sampled"))
-    assert sampled["train_graphs"] == sampled["eval_graphs"] == 1
-    assert plain["train_graphs"] == plain["eval_graphs"] == 0, "later in one process: its programs are the same"
-    assert plain["host_to_device_uploads_per_step"] == sampled["host_to_device_uploads_per_step"]
-
-
-def test_samples_are_logged_and_two_graphs_make_them_all(runs):
-    lines = [line for line in read_lines(runs / "sampled") if line["kind"] == "sample"]
-    assert [(line["step"], line["prompt"]) for line in lines] == [(s, p) for s in (2, 4, 6) for p in ("1 2 3", "7")]
-    assert [line["graphs"] for line in lines] == [2, 2, 0, 0, 0, 0]
-    assert len({line["text"] for line in lines}) == 6
-    assert any(b"sample/1 2 3" in path.read_bytes() for path in (runs / "sampled" / "tensorboard").iterdir())
-
-
-def test_the_weights_of_a_run_with_samples_are_read(runs):
-    """JSON has no tuples: its prompts came back as a list, which no option is."""
-    config, _ = read_run(runs / "sampled")
-    assert config.sample_prompts == ("1 2 3", "7")
-
-
-def test_a_resumed_run_writes_the_same_samples(runs):
-    """From step 3: with all bits of the run that was not stopped."""
-    assert samples_in(runs / "resumed") == samples_in(runs / "sampled")
-    last = "checkpoints/step_00000006"
-    assert_identical(state_in(runs / "resumed" / last), state_in(runs / "plain" / last))
+LLAMA = [*MODEL, "--model_size=llama_tiny", "--scan_layers", "--remat"]
 
 
 @pytest.mark.parametrize(
     "mesh, model",
     [
+        ("1x1x1", MODEL),
         ("1x2x2", MODEL),
-        pytest.param(
-            "1x2x2x2", [*MODEL, "--model_size=llama_tiny", "--scan_layers", "--remat"], marks=pytest.mark.slow
-        ),
+        pytest.param("1x2x2x2", LLAMA, marks=pytest.mark.slow),
         pytest.param("1x1x2x2x2", [*MODEL, "--model_size=mixtral_tiny"], marks=pytest.mark.slow),
         pytest.param("2x1x2x2", [*MODEL, "--dropout=0.2", "--gradient_accumulation_steps=2"], marks=pytest.mark.slow),
     ],
 )
-def test_on_a_mesh_nothing_changes_and_the_text_is_that_of_one_device(tmp_path, mesh, model):
-    """Rows, weights and cache are shared over the devices; the cache by its heads."""
-    options = [*model, *RUN, "--num_steps=6", "--global_batch_size=8", "--save_every=3", "--eval_every=3"]
-    options += [f"--mesh={mesh}"]
-    wanted = [["sampled", *options, "--sample_every=3", *SAMPLES[1:]], ["plain", *options]]
-    wanted += [["sampled/resumed", *options, "--sample_every=3", *SAMPLES[1:], "--resume=must"]]
-    train_all(tmp_path, math.prod(map(int, mesh.split("x"))), wanted)
+def test_a_run_with_samples_ends_with_the_same_bits_and_texts_of_one_device(tmp_path, mesh, model):
+    """Resumed, too. On a mesh rows, weights and cache are shared over the devices; the cache by its heads."""
+    options = [*model, *RUN, "--global_batch_size=8", "--eval_every=3", f"--mesh={mesh}"]
+    sampled = ["sampled", *options, "--tensorboard", "--sample_every=3", *SAMPLES[1:]]
+    resumed = ["sampled/resumed", "--resume=must"]  # its options are in config.json
+    train_all(tmp_path, math.prod(map(int, mesh.split("x"))), [sampled, ["plain", *options], resumed])
     for name in ("sampled", "resumed"):
         assert_identical(*(state_in(tmp_path / one / "checkpoints/step_00000006") for one in (name, "plain")))
     assert samples_in(tmp_path / "resumed") == samples_in(tmp_path / "sampled")
     lines = [line for line in read_lines(tmp_path / "sampled") if line["kind"] == "sample"]
-    assert [line["graphs"] for line in lines] == [2, 2, 0, 0]
+    assert [(line["step"], line["prompt"]) for line in lines] == [(s, p) for s in (3, 6) for p in ("1 2 3", "7")]
+    assert [line["graphs"] for line in lines] == [2, 2, 0, 0] and len({line["text"] for line in lines}) == 4
+    assert any(b"sample/1 2 3" in path.read_bytes() for path in (tmp_path / "sampled" / "tensorboard").iterdir())
     summary = json.loads((tmp_path / "sampled" / "summary.json").read_text())
     assert summary["train_graphs"] == summary["eval_graphs"] == 1 and not summary["host_to_device_uploads_per_step"]
 

@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch_xla
 from cached_logits import cached_logits
+from documents import write_chats
 from processes import run
 from run_files import assert_identical, state_in
+from safetensors.torch import load_file
 from test_llama_parity import (
     FACTORS,
     FAMILIES,
@@ -22,6 +24,7 @@ from test_llama_parity import (
 )
 from test_transformer_tpu import losses_of, train_all
 
+from language.generation import decoding
 from language.models.gpt import GPT
 from language.models.layers import LoRA
 from language.models.llama import Llama
@@ -29,10 +32,13 @@ from language.options.hf_config import hugging_face_config
 from language.options.llama_shape import LlamaShape
 from language.options.shapes import START, ModelShape
 from language.options.transformer_options import TransformerConfig
+from language.weights.run_weights import adapter_names
 from language.weights.weight_loading import load_weights
 from language.xla.saved_activations import LEVELS, LayerExecution
-from tools.convert_hf import adapter_names, adapters
+from tools import convert_hf
 from tpu_utils.base.errors import InputError
+from tpu_utils.checkpoint import Checkpoints
+from tpu_utils.options.parsing import as_json
 
 
 def random_model(shape: ModelShape, **options):
@@ -50,19 +56,22 @@ def tokens_of(shape: ModelShape, rows: int, length: int, seed: int = 1) -> torch
 
 
 QUICK = ("gemma3", "phi4", "mixtral")
-OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in SHAPES if name not in QUICK]
+OTHERS = [pytest.param(name, "CPU", marks=pytest.mark.slow) for name in SHAPES if name not in QUICK]
 
 
-@pytest.mark.parametrize("name", [*QUICK, *OTHERS])
-def test_decoding_with_the_cache_is_the_forward_pass(name):
-    """Rows whose prompts are shorter and longer than the window; a local layer keeps no more than its window."""
+@pytest.mark.parametrize("name, device", [*((name, "CPU") for name in QUICK), ("stretched", "TPU"), *OTHERS])
+def test_decoding_with_the_cache_is_the_forward_pass(name, device, monkeypatch):
+    """Rows whose prompts are shorter and longer than the window; a local layer keeps no more than its window. On a TPU
+    several heads of keys are one product."""
+    monkeypatch.setattr(decoding, "device_type", lambda: device)
     shape, T = dataclasses.replace(SHAPES[name], sequence_length=128), 72
-    model, device = random_model(shape), torch_xla.device()
+    model = random_model(shape)
     tokens, lengths = tokens_of(shape, 2, T), torch.tensor([3, 41])
     expected = model(tokens).logits[..., : shape.vocab_size].detach()
-    model.to(device)
+    model.to(torch_xla.device())
     first, found, cache = cached_logits(model, tokens, lengths.tolist())
-    assert [values.shape[3] for values in cache.values] == [window or T for window in shape.windows]
+    heads = (1, 2 * shape.head_dim) if device == "TPU" else (shape.num_cached_heads, shape.head_dim)
+    assert [values.shape[1:] for values in cache.values] == [(*heads, window or T) for window in shape.windows]
     assert first == expected[range(2), lengths - 1].argmax(-1).tolist()
     for row, length in enumerate(lengths.tolist()):
         assert relative_error(found[:, row], expected[row, length : length + len(found)]) < 1e-4, name
@@ -122,8 +131,8 @@ def test_a_layer_with_a_window_counts_its_window_in_the_flops():
 
 # ------------------------------------------------------------------------------------------------------------- adapters
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "tied"])
-def test_adapters_equal_those_of_peft(name):
-    """Logits and every gradient, with adapters that are no longer at their beginning; the base gets none."""
+def test_adapters_equal_those_of_peft(name, tmp_path):
+    """As a run exports them, and merged: logits, every gradient and the sums; the base gets no gradient."""
     peft = pytest.importorskip("peft", reason="pip install -r requirements-dev.txt brings peft")
     shape = FAMILIES[name]
     theirs = hugging_face_model(shape)
@@ -132,44 +141,35 @@ def test_adapters_equal_those_of_peft(name):
     base = in_our_layout(dict(theirs.named_parameters()), shape)
     build = GPT if name == "gpt2" else Llama
     ours = load_weights(lambda: build(shape, lora=LoRA(3, 12)), base.__getitem__, "cpu", None, seed=0)
-    found = adapters(shape)
-    several = {module.split(".")[-1]: len(parts) for module, parts in found.items()}
-    patterns = dict(rank_pattern={module: 3 * n for module, n in several.items()})
-    patterns |= dict(alpha_pattern={module: 12 * n for module, n in several.items()})
-    theirs = peft.get_peft_model(
-        theirs,
-        peft.LoraConfig(r=3, lora_alpha=12, target_modules=list(several), fan_in_fan_out=name == "gpt2", **patterns),
-    )
-    parameters, trained, compared = dict(theirs.named_parameters()), ours.trained(), 0
+    trained, compared = ours.trained(), 0
     with torch.no_grad():
         for seed, parameter in enumerate(trained.values()):
             parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)) * 0.1)
-        for module, parts in found.items():
-            a, b = zip(*(ours_of(trained, part) for part in parts), strict=True)
-            parameters[f"{module}.lora_A.default.weight"].copy_(torch.cat(a))
-            parameters[f"{module}.lora_B.default.weight"].copy_(torch.block_diag(*b))
+    config = TransformerConfig(model_config=json.dumps(hugging_face_config(shape)), dataset="tokens")
+    values = as_json(config) | dict(lora_rank=3, lora_alpha=12.0, initial_weights="base")
+    Checkpoints(tmp_path / "checkpoints", 1).save(7, {"model": ours.state_dict()}, {"config": values})
+    convert_hf.export(tmp_path, tmp_path / "merged", torch.float32)
+    convert_hf.export_adapter(tmp_path, tmp_path / "adapter", torch.float32)
+    theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter", is_trainable=True)
     tokens = tokens_of(shape, 2, 64)
     logits, here = theirs(tokens).logits, ours(tokens).logits[..., : shape.vocab_size]
     assert relative_error(here, logits) < 1e-4
     for values in (logits, here):
         torch.nn.functional.cross_entropy(values[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
-    gradients = {n: p.grad for n, p in trained.items()}
-    for module, parts in found.items():
+    parameters, gradients = dict(theirs.named_parameters()), {n: p.grad for n, p in trained.items()}
+    for module, parts in convert_hf.adapters(shape).items():
         of_a, of_b = (parameters[f"{module}.lora_{letter}.default.weight"].grad for letter in "AB")
         row = 0
-        for number, part in enumerate(parts):
-            a, b = ours_of(gradients, part)
+        for number, (part, matrix, _) in enumerate(parts):
+            a, b = (gradients[n].reshape(-1, *gradients[n].shape[-2:])[matrix] for n in adapter_names(part))
             assert relative_error(a, of_a[3 * number :][:3]) < 1e-4, (module, number)
             assert relative_error(b, of_b[row:, 3 * number :][: len(b), :3]) < 1e-4, (module, number)
             row, compared = row + len(b), compared + a.numel() + b.numel()
     assert compared == sum(parameter.numel() for parameter in trained.values())
     assert all(p.grad is None and p.dtype == torch.bfloat16 for p in ours.parameters() if not p.requires_grad)
-
-
-def ours_of(tensors: dict[str, torch.Tensor], part) -> list[torch.Tensor]:
-    """(a, b) of an entry of adapters()."""
-    name, number, _ = part
-    return [tensors[n].reshape(-1, *tensors[n].shape[-2:])[number] for n in adapter_names(name)]
+    merged = theirs.merge_and_unload().state_dict()
+    for one, tensor in load_file(tmp_path / "merged" / "model.safetensors").items():
+        torch.testing.assert_close(tensor, merged[one], rtol=0, atol=1e-6, msg=one)
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs
@@ -185,10 +185,7 @@ TUNED = {"gpt2": LORA, "gemma3": {}}
 def test_runs_of_two_families_are_the_same_on_a_mesh_and_resume_bit_identical(tmp_path):
     """All weights or adapters (a Llama's: tests/language/weights/test_fine_tuning.py); on the mesh accumulated,
     recomputed and scanned, with a tensor axis. Its configuration is what the run has kept."""
-    random = np.random.default_rng(0)
-    words = ["".join(random.choice(list("abcdefgh"), random.integers(2, 7))) for _ in range(80)]
-    chats = [{"prompt": f"Say {word} twice.", "completion": f"{word} {word}"} for word in words]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    write_chats(tmp_path / "chats.jsonl", 80)
     runs: dict[int, list[list[str]]] = {1: [], 4: []}
     for name, more in TUNED.items():
         base = tmp_path / f"base_{name}"

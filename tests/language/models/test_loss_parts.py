@@ -3,12 +3,10 @@
 import dataclasses
 import functools
 import json
-import re
 
 import pytest
 import torch
 import torch_xla
-from processes import Script
 from run_files import read_lines, summary_in
 from test_llama_parity import QWEN3
 from test_transformer_tpu import train_all
@@ -18,6 +16,7 @@ from language.models.gpt import GPT
 from language.models.llama import Llama
 from language.models.operations import losses
 from language.options.shapes import ModelShape
+from language.options.transformer_options import TransformerConfig
 from language.xla.saved_activations import LayerExecution
 from tpu_utils.base.errors import InputError
 
@@ -88,15 +87,6 @@ def test_it_takes_less_memory(forked, capsys):
     assert json.loads(capsys.readouterr().out)[0]["memory"]["activations"] < whole_logits / 3
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ("--loss_parts 3", r"loss_parts \(3\) must divide sequence_length \(256\); try 1"),
-        ("--loss_parts 2 --mesh 1x1x1x2", "loss_parts is 2, but the context axis of the mesh is 2; expected 1"),
-    ],
-)
-def test_refusals(options, message):
-    words = "--device cpu --sequence_length 256".split()
-    done = Script("transformer_tpu.py", *words, *options.split(), CPU_NUM_DEVICES=2 if "mesh" in options else 1)
-    assert done.wait() == 2
-    assert re.search(message, done.text("err"))
+def test_parts_that_are_not_even_are_refused():
+    with pytest.raises(InputError, match=r"loss_parts \(3\) must divide sequence_length \(256\); try 1"):
+        TransformerConfig(sequence_length=256, loss_parts=3)

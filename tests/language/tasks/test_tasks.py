@@ -10,15 +10,14 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from made_tasks import BUNDLE, MAKERS, write_bundle, write_lines, write_task
-from mutations import at_most, make_irregular, mutated, mutated_json, no_hang, refusals
+from mutations import at_most, mutated, mutated_json, no_hang, refusals
 
 from language.data.llmc_files import MultipleChoice, write_hellaswag
 from language.data.tokenizer import Bytes
-from language.options.shapes import START
 from language.options.transformer_options import TransformerConfig
 from language.tasks import task_files
 from language.tasks.core_tasks import read_bundle
-from language.tasks.questions import Row, Task, batched
+from language.tasks.questions import Row, batched
 from language.tasks.scores import check_tasks, check_tasks_of_run, load_tasks, parse_tasks, read_tasks
 from tpu_utils.base.errors import InputError
 
@@ -41,7 +40,6 @@ def rows_of(name: str, path: Path, T: int = 999, shots: int | None = None, limit
     "name, change, message",
     [
         ("hellaswag", {"label": "4"}, "question 2 of hellaswag: .* answer is 4, which is none of its 4 choices"),
-        ("hellaswag", {"endings": []}, "question 2 of hellaswag"),
         ("hellaswag", {"ctx_b": "[" * 1001}, "line 2: a value has 1,001 brackets"),
         ("arc_easy", {"answerKey": "Z"}, "question 2 of arc_easy: ValueError: 'Z' is not in list"),
         ("piqa", {"label": True}, "Expected integer, got bool"),
@@ -115,13 +113,6 @@ def test_a_wrong_file_is_one_message(tmp_path, monkeypatch):
             rows_of("lambada", path, 9999)
 
 
-@pytest.mark.parametrize("kind", ["FIFO", "folder", "character device", "nothing"])
-def test_what_is_no_file_is_refused(tmp_path, kind):
-    path = make_irregular(tmp_path / "x.jsonl", kind)
-    with no_hang(), pytest.raises(InputError, match=r"x.jsonl"):
-        rows_of("piqa", path)
-
-
 def test_examples_need_a_file_of_them(tmp_path):
     folder = write_task(tmp_path / "arc", "arc_easy", 5)
     for name, path, shots, message in (
@@ -181,18 +172,15 @@ BOMB = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n}\n  <<: [*a{n - 1}, *a{n - 1}]\
     "change, message",
     [
         (lambda text: text + "process_docs: !function code.run\n", "'!function'.*no code that a YAML file names"),
-        (lambda text: text + "a: !!python/object/apply:code.run []\n", "python/object.*no code"),
         (lambda text: text + "include: other.yaml\n", "it has the key include"),
-        (lambda text: text + "class: code.Run\n", "it has the key class"),
         (lambda text: text + "use_prompt: code:run\n", "it has the key use_prompt"),
         (lambda text: BOMB + text, "it has an alias"),
-        (lambda text: "a: " + "[" * 30000, "no code that a YAML file names|recursion"),
+        (lambda text: "a: " + "[" * 3000, "no code that a YAML file names|recursion"),
         (lambda text: text.replace("metric: acc", "metric: code.py"), "'code.py' is a script, and no script is run"),
         (lambda text: text + "    hf_evaluate: true\n", "'acc' is a script, and no script is run"),
         (lambda text: text + "unsafe_code: true\n", "marked as unsafe"),
         (lambda text: text + "repeats: 4\n", "asks each question 4 times"),
         (lambda text: text.replace("{{question}}", "{{''.__class__.__mro__}}"), "SecurityError: access to attribute"),
-        (lambda text: text.replace("{{question}}", "{{cycler.__init__.__globals__}}"), "SecurityError: access to"),
         (lambda text: text.replace("{{question}}", "{{missing}}"), "'missing' is undefined"),
         (lambda text: text.replace("task: mine", "task: [a]"), "it has no text with the name `task`"),
         (lambda text: text + "#" * 70000, "expected 65,536 at most"),
@@ -253,8 +241,9 @@ def test_no_damage_of_a_bundle_is_a_crash(tmp_path):
         (lambda text: text.replace("[2]", "[50]"), r"12 questions, each after 50 others; expected 51 or more"),
         (lambda text: text.replace("label: made_choice", "label: another"), "'another' has no random baseline"),
         (lambda text: text.replace("icl_tasks", "tasks"), "icl_tasks"),
-        (lambda text: "icl_tasks: " + "[" * 30000, "core.yaml: "),
-        (lambda text: "a: &a [1,1]\n" + text.replace("[2]", "!!python/object/apply:os.getcwd []"), "core.yaml: "),
+        (lambda text: "icl_tasks: " + "[" * 3000, "core.yaml: "),
+        (lambda text: BOMB + text.replace("schema", "*a39"), r"core.yaml: it has an alias"),
+        (lambda text: text.replace("[2]", "!!python/object/apply:os.getcwd []"), "core.yaml: "),
         (lambda text: text + "#" * 70000, "expected 65,536 at most"),
     ],
 )
@@ -277,63 +266,29 @@ def test_numbers_and_quoted_lines_are_read_as_nanochat_does(tmp_path):
     assert all(bytes(row.tokens[-3:].tolist()) == b" 42" for rows, _ in task.questions for row in rows)
 
 
-@pytest.mark.parametrize("level", ["\n  <<: [*a{0}, *a{0}]", " [*a{0}, *a{0}]"])
-def test_aliases_of_yaml_do_not_multiply(tmp_path, level):
-    """A safe loader of PyYAML would make 2 ** 40 of these, and so would a message that shows a list of lists."""
-    path, levels = write_bundle(tmp_path) / "core.yaml", "a0: &a0 {x: 1}\n"
-    levels += "".join(f"a{n}: &a{n}{level.format(n - 1)}\n" for n in range(1, 40))
-    path.write_text(levels + path.read_text().replace("schema", "*a39"))
-    with no_hang(), at_most(1 << 24), pytest.raises(InputError, match=r"core.yaml: it has an alias"):
-        read_bundle(tmp_path, BYTES, 4000)
-
-
-def test_lists_take_more_memory_than_their_letters(tmp_path, monkeypatch):
-    """40 million [], a file of 120 MB, were 3 GB; so were 80 million lines that are no question."""
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        # 40 million [], a file of 120 MB, were 3 GB; so were 80 million lines that are no question
+        (
+            b"{}\n" + (b'{"q": [' + b"[]," * 1000 + b"[]]}\n") * 80,
+            "more than 1,048,576 bytes or .* when it is unpacked",
+        ),
+        (b"ab\n" * (1 << 18), "line 1: Expecting value"),
+        (b'{"q": "' + b"a" * (1 << 16) + b'"}', "line 1: it is empty, or longer than 65,536 bytes"),
+    ],
+    ids=range(3),
+)
+def test_json_lines_that_take_too_much_memory_are_refused(tmp_path, monkeypatch, content, said):
     monkeypatch.setattr(task_files, "LARGEST_FILE", 1 << 20)
-    path = tmp_path / "a.jsonl"
-    path.write_text("{}\n" + ('{"choices": [' + "[]," * 1000 + "[]]}\n") * 80)
-    with pytest.raises(InputError, match=r"a.jsonl: more than 1,048,576 bytes or .* questions when it is unpacked"):
-        task_files.read_records(path, "questions")
-    path.write_bytes(b"ab\n" * (1 << 18))
-    with at_most(1 << 20), pytest.raises(InputError, match=r"a.jsonl, line 1: Expecting value"):
-        task_files.read_records(path, "questions")
     monkeypatch.setattr(task_files, "LONGEST_LINE", 1 << 16)
-    path.write_bytes(b'{"q": "' + b"a" * (1 << 16) + b'"}')
-    with pytest.raises(InputError, match=r"a.jsonl, line 1: it is empty, or longer than 65,536 bytes"):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    with at_most(8 << 20), pytest.raises(InputError, match=rf"a.jsonl(: |, ){said}"):
         task_files.read_records(path, "questions")
-
-
-def test_how_answers_of_tokens_are_chosen():
-    from language.tasks.harness import Harness, TokenTask
-
-    row = Row(np.arange(3, dtype=np.int32), 2)
-    two = [([row] * 2, 1), ([row] * 2, 0)]
-    tasks = [Task("core/a", "per_token", two, 0.5), Task("b", "greedy", [([row], 0)] * 3, 0.0)]
-    harness = Harness({"tasks": {task.name: TokenTask(task) for task in tasks}}, None, 9)
-    found = np.array([[4.0, 1, 0], [3.0, 1, 0], [5.0, 2, 0], [5.0, 2, 0], [1, 2, 2], [1, 2, 1], [0, 0, 0]], float)
-    expected = {"core_centered": [1.0], "core": 1.0, "b_accuracy": 1 / 3}
-    assert harness.results(found)["fields"] == expected, "of equal ones the first"
-    found[0] = 0.0, 0, 0  # no target: nan in nanochat, which is chosen if it comes first
-    assert harness.results(found)["fields"]["core_centered"] == [0.0]
 
 
 # ------------------------------------------------------------------------------------------------------------- in a run
-def test_batches_have_few_shapes_and_results_find_their_rows():
-    draw = np.random.default_rng(0)
-    rows = [Row(draw.integers(1, 200, size).astype(np.int32), int(size // 2)) for size in draw.integers(2, 601, 70)]
-    for packed in (False, True):
-        batches, places = batched(rows, 600, 2400, 2, packed=packed)
-        assert {batch.shape for batch in batches} == {(18, 129), (8, 257), (4, 513), (4, 601)}
-        found = np.concatenate([np.pad(b, ((0, 0), (0, 601 - b.shape[1])), constant_values=-1) for b in batches])
-        start = START if packed else 0
-        for row, place in zip(rows, places, strict=True):
-            stored, size = found[place], len(row.tokens)
-            assert (stored[: size - row.num_targets] < 0).all() and (stored[size:] < 0).all()
-            assert stored[0] == ~(start + row.tokens[0])
-            read = np.where(stored < 0, ~stored, stored)
-            assert (read[1:size] == row.tokens[1:]).all()
-        others = np.delete(found, places, 0)
-        assert (others < 0).all() and len(found) == len(places) + len(others)
 
 
 def test_hosts_get_their_rows_of_the_tasks(tmp_path):

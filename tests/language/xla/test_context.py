@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from documents import write_chats
 from processes import run
 from test_transformer_tpu import OPTIONS, config_of, losses_of, plain_pytorch, train_all
 
@@ -29,13 +30,6 @@ EIGHT_SLOW = {
 
 
 WIDE = dict(embedding_dim=128, sequence_length=512)
-
-
-def write_chats(folder) -> None:
-    random = np.random.default_rng(0)
-    words = ["".join(random.choice(list("abcdefgh"), random.integers(2, 7))) for _ in range(150)]
-    turns = [[{"role": "user", "content": f"Say {w}."}, {"role": "assistant", "content": f"{w} {w}"}] for w in words]
-    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": turn}) + "\n" for turn in turns))
 
 
 def runs_of(variants: dict[str, list[str]]) -> list[list[str]]:
@@ -74,7 +68,7 @@ def test_a_sequence_on_several_devices_has_the_losses_of_plain_pytorch(four, nam
 
 @pytest.mark.slow
 def test_a_run_moves_to_another_mesh_and_documents_of_a_row_do_not_see_each_other(tmp_path, reference):
-    write_chats(tmp_path)
+    write_chats(tmp_path / "chats.jsonl")
     chat = [f"--data_dir={tmp_path}", *CHAT]
     packed = {"packed": [*chat, "--mesh=1x2x1x2"], "apart": [*chat, "--mesh=4x1x1"]}
     train_all(tmp_path, 4, runs_of(FOUR_SLOW | packed))
@@ -99,19 +93,20 @@ def test_on_eight_devices_too(tmp_path, reference):
 
 
 @pytest.mark.parametrize(
-    "cases",
+    "devices, cases",
     [
-        pytest.param(("window",), marks=pytest.mark.slow),  # with documents
-        pytest.param(("whole", "documents"), marks=pytest.mark.exhaustive),  # the same without a window
+        pytest.param(1, ("whole", "documents", "window"), marks=pytest.mark.slow),
+        pytest.param(4, ("window",), marks=pytest.mark.slow),  # with documents
+        pytest.param(4, ("whole", "documents"), marks=pytest.mark.exhaustive),  # the same without a window
     ],
 )
-def test_each_way_of_attention_is_attention_over_the_whole(cases):
-    """Plain and flash, gathered and exchanged: outputs and gradients, with grouped heads, documents and a window."""
-    place = dict(PYTHONPATH=".", PJRT_DEVICE="CPU", CPU_NUM_DEVICES="4")
-    result = run("tests/context_in_graph.py", *cases, timeout=1200, **place)
+def test_each_way_of_attention_is_attention_over_the_whole(devices, cases):
+    """Flash, plain and flash gathered and exchanged: outputs and gradients, with grouped heads."""
+    place = dict(PYTHONPATH=".", PJRT_DEVICE="CPU", CPU_NUM_DEVICES=devices)
+    result = run("tests/attention_in_graph.py", *cases, timeout=1200, **place)
     assert result.returncode == 0, result.stderr
     differences = [float(value) for value in result.stdout.split()]
-    assert len(differences) == 16 * len(cases) and max(differences) < 2e-6, differences
+    assert len(differences) == 4 * (1 if devices == 1 else 5) * len(cases) and max(differences) < 2e-6, differences
 
 
 @pytest.mark.parametrize(
@@ -130,6 +125,7 @@ def test_each_way_of_attention_is_attention_over_the_whole(cases):
             4,
             r"context_attention is ulysses, but tensor x context \(2 x 2\) does not divide the 2 heads of keys",
         ),
+        (dict(mesh="1x1x1x2", loss_parts=2), 2, "loss_parts is 2, but the context axis of the mesh is 2; expected 1"),
         (dict(mesh="1x2x1", context_attention="gather"), 2, "context_attention is gather, but the mesh has no context"),
     ],
 )

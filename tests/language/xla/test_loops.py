@@ -1,4 +1,4 @@
-"""A loop inside the graph: what it gives, and what it refuses."""
+"""Loops inside a graph: of layers, and of tokens that are made one after the other."""
 
 import dataclasses
 import re
@@ -10,9 +10,11 @@ from processes import run
 from test_llama_parity import QWEN3
 
 from language.models.llama import Llama
+from language.xla.device_loop import DeviceLoop
 from language.xla.loops import loop_in_graph
 from language.xla.saved_activations import LEVELS, LayerExecution
 from tpu_utils.base.errors import InputError
+from tpu_utils.device import graphs_compiled, transfers_to_device
 
 
 def test_the_last_carry_and_the_outputs_of_each_turn():
@@ -81,3 +83,37 @@ def test_an_error_inside_a_loop_is_the_message_and_no_crash(tmp_path, error, nam
     (tmp_path / "script.py").write_text(AFTER_AN_ERROR.format(error=error))
     done = run(tmp_path / "script.py", PYTHONPATH=".", PJRT_DEVICE="CPU")
     assert (done.returncode, done.stdout) == (0, f"{name}\n6.0\n"), done.stderr[-500:]
+
+
+def test_a_loop_on_the_device_computes_what_python_does_and_ends_early():
+    """Traced once; the weights' new values are read."""
+    device, traces = torch_xla.device(), []
+    w, x = (torch.linspace(0.1, 2.0, 9).view(3, 3) / scale for scale in (3.0, 2.0))
+    w, x = w.to(device), x.to(device)
+
+    def body(count, x):
+        traces.append(1)
+        x = torch.tanh(x @ w) * 0.5
+        return torch.where(x.amax((0, 1)) < 0.03, torch.full_like(count, 5), count + 1), x
+
+    loop = DeviceLoop(body, 5, lambda: [w])
+
+    @torch_xla.compile(full_graph=True, name="looped")
+    def step():
+        x.copy_(loop(torch.zeros((), dtype=torch.int32, device=device), x)[1])
+
+    expected, before, turns = x.cpu(), graphs_compiled(), []
+    for times in range(3):
+        if times == 2:
+            w.mul_(0.3)
+            torch_xla.sync()
+            before += 1
+        turns.append(0)
+        while turns[-1] < 5 and (not turns[-1] or expected.amax() >= 0.03):
+            turns[-1] += 1
+            expected = torch.tanh(expected @ w.cpu()) * 0.5
+        uploads = transfers_to_device()
+        step()
+        torch.testing.assert_close(x.cpu(), expected)
+        assert not times or transfers_to_device() == uploads
+    assert graphs_compiled() - before == 1 and len(traces) == 1 and (min(turns), max(turns)) == (1, 5), turns

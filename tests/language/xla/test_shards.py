@@ -4,10 +4,9 @@ What is computed: tests/scripts/test_torch_compile_backend.py.
 """
 
 import pytest
-import torch
 
 from language.options.transformer_options import TransformerConfig
-from language.xla.shards import check_torch_compile, first_row, gathered, rows_of_all, sharded_like, total
+from language.xla.shards import check_torch_compile
 from tpu_utils.base.errors import InputError
 
 MIXTURE = dict(model_size="mixtral_tiny")
@@ -35,9 +34,3 @@ def test_what_needs_torch_xla_is_refused(options, sizes, said):
 def test_what_one_device_or_data_and_fsdp_can_do_is_not():
     check_torch_compile(TransformerConfig(dropout=0.1, remat=True, optimizer="muon"), (2, 2, 1, 1, 1))
     check_torch_compile(TransformerConfig(**MIXTURE), (1, 1, 1, 1, 1))
-
-
-def test_under_torch_xla_nothing_is_done():
-    x = torch.ones(2, 3)
-    assert all(one is x for one in (gathered(x), sharded_like(x, x), total(x, None), rows_of_all(x, None)))
-    assert first_row(x) == 0

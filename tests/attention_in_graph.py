@@ -1,12 +1,12 @@
-"""Run by test_context.py: attention over sequences that devices share, on XLA's CPU devices.
+"""Run by test_context.py: attention on XLA's CPU devices, which may share the sequences.
 
-    PJRT_DEVICE=CPU CPU_NUM_DEVICES=4|8 python context_in_graph.py whole documents window
+    PJRT_DEVICE=CPU CPU_NUM_DEVICES=1|4|8 python attention_in_graph.py whole documents window
 
-jax interprets the Pallas kernels. Prints how far each way of context_attention.py, with plain and with flash attention,
-is from plain attention over the whole: the largest difference of the output and of each gradient, relative to the
-largest value. For each case asked for: whole, grouped heads; documents, the same with two in the first row; window,
-these and a window of 140 positions, the queries of a device in two parts, as those are whose gradient does not fit on
-the chip at once.
+jax interprets the Pallas kernels, so they are a part of the graph like any other operation. Prints how far flash
+attention, and on several devices each way of context_attention.py with plain and with flash attention, is from plain
+attention over the whole: the largest difference of the output and of each gradient, relative to the largest value. For
+each case asked for: whole, grouped heads; documents, two in the first row, and wider heads; window, documents and a
+window of 140 positions, the queries in two parts, as those are whose gradient does not fit on the chip at once.
 """
 
 import re
@@ -29,27 +29,28 @@ from language.xla.shards import balanced
 
 pallas.pallas_call = partial(pallas.pallas_call, interpret=True)
 num_devices = xr.global_runtime_device_count()
-xr.use_spmd()
-mesh = xs.Mesh(np.arange(num_devices), (1, num_devices // 4, 1, 4, 1), AXES)
-xs.set_global_mesh(mesh)
-T, K, heads = 1024, 64, (8, 4, 4, 8)  # pieces of 128, a block each
+ways = [("", causal_attention), ("", flash_attention)]
+mesh = None
+if num_devices > 1:
+    xr.use_spmd()
+    mesh = xs.Mesh(np.arange(num_devices), (1, num_devices // 4, 1, 4, 1), AXES)
+    xs.set_global_mesh(mesh)
+    ways += [(way, attention) for way in ("gather", "ulysses") for attention in (causal_attention, flash_attention)]
+T, heads = 1024, (8, 4, 4, 8)  # pieces of 128, a block each
 generator = torch.Generator().manual_seed(0)
 starts = torch.zeros(2, T, dtype=torch.int32)
 starts[0, 450:] = 450
-cases = {"whole": (None, 0), "documents": (starts, 0), "window": (starts, 140)}
-for documents, window in (cases[name] for name in sys.argv[1:]):
-    flash_kernels.ON_CHIP = 128 * K if window else 1 << 19
+cases = {"whole": (64, None, 0), "documents": (128, starts, 0), "window": (64, starts, 140)}
+for K, documents, window in (cases[name] for name in sys.argv[1:]):
+    flash_kernels.ON_CHIP = 512 * K // num_devices if window else 1 << 19
     values = [torch.randn(2, T, count, K, generator=generator) for count in heads]
     values[0] /= K**0.5  # the attentions expect q divided by sqrt(K)
     found = []
-    for way, attention in (
-        ("", causal_attention),
-        *((way, attention) for way in ("gather", "ulysses") for attention in (causal_attention, flash_attention)),
-    ):
+    for way, attention in ways:
         pieces = 8 if way == "gather" else 1
         order = balanced(torch.arange(T), pieces)
         *inputs, grad = (x[:, order].to(torch_xla.device()) for x in values)
-        for x in (*inputs, grad):
+        for x in (*inputs, grad) if mesh else ():
             xs.mark_sharding(x, mesh, (BATCH, "context" if way else None, "tensor", None))
         of_rows = documents if documents is None else documents[:, order].to(torch_xla.device())
         attend = context_parallel(attention, mesh, way) if way else attention

@@ -180,7 +180,7 @@ def in_plain_pytorch(folder: Path, kind: str, dataset: ImageDataset) -> tuple[li
 def refusal(stderr: str) -> str:
     """The last message, without the folder of the copy."""
     said = stderr.strip().splitlines()[-1]
-    return "refused: " + re.sub(r"^[\w.]*[Ee]rror: |/[^ ]*/", "", said)
+    return "refused: " + re.sub(r"^[\w.]*[Ee]rror: |(?<!\w)/[^ ]*/", "", said)
 
 
 def on_replicas(kind: str, folder: Path, num_replicas: int) -> list[float] | str:

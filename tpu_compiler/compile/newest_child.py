@@ -69,6 +69,8 @@ def compile_program(hlo: bytes, request: dict, folder: Path) -> dict:
         main.arg_attrs = ir.ArrayAttr.get(arguments)
         if any(free):
             build.allow_spmd_sharding_propagation_to_parameters = free
+        if request["shardy"] and "res_attrs" in main.attributes:  # GSPMD's; those of a scalar alone turn Shardy off
+            del main.attributes["res_attrs"]
         executable = compiler.backend_compile_and_load(
             devices[0].client, module, _jax.DeviceList(tuple(devices)), options, []
         )

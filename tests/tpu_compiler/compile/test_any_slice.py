@@ -507,8 +507,9 @@ def test_a_long_compile_says_what_to_expect_and_then_ever_less(monkeypatch, caps
         def set(self) -> None: ...
 
     monkeypatch.setattr(compiling, "threading", SimpleNamespace(Event=Done, Thread=threading.Thread))
-    with compiling._progress("compiling for v5e"):
+    with compiling.progress("compiling for v5e"):
         pass
     said = capsys.readouterr().err.splitlines()
     assert waits == [10, 10, 20, 40, 80, 160, 320, 640] and len(said) == 7
-    assert said[0].startswith("compiling for v5e: GPT-2's 12 layers took") and "GiB of host memory" in said[1]
+    assert said[0] == "compiling for v5e: GPT-2's 12 layers took two minutes on two quiet cores"  # no option is named
+    assert "GiB of host memory" in said[1]

@@ -350,7 +350,8 @@ def test_the_search_finds_the_fastest_that_fits_and_says_how_to_run_it():
     assert "<- best" in table.splitlines()[2]
     for words in ("counted by rule", "the schedule cannot hide", "real time of 28 published steps was"):
         assert words in table
-    assert verdict.command_of("script.py", best).startswith("python script.py --learning_rate=0.1 --attention=flash")
+    command = ".venv/bin/python script.py --learning_rate=0.1 --attention=flash"
+    assert verdict.command_of("script.py", best).startswith(command)
 
 
 def a_trial(changes, estimated_ms=100.0, **facts):
@@ -413,8 +414,10 @@ def test_a_search_by_plans_alone_compiles_nothing(monkeypatch, capsys):
 
     monkeypatch.setattr(verdict, "compile_afresh", plan)
     monkeypatch.chdir(ROOT)
-    assert aot_tpu.main(["simple_mnist_tpu.py", "--topology", "v5litepod-8", "--search", "--plan"]) == 0
+    question = ["--search", "--plan", "--price", "v5e=1.20", "--model_config", "a.json"]
+    assert aot_tpu.main(["simple_mnist_tpu.py", "--topology", "v5litepod-8", *question]) == 0
     said = capsys.readouterr().out
+    assert "cost of 1e+09 tokens" in said and "--initial_weights FOLDER in place of --model_config" in said
     assert "2 settings, 2 planned now" in said and "attention=flash <- best" in said
     assert PLAN_ERROR in said and ERROR not in said and "--attention=flash" in said.splitlines()[-1]
 
@@ -551,7 +554,6 @@ def test_the_cheapest_slice_comes_first():
         (["--search", "--price", "v9=1"], "--price is 'v9=1'; expected a chip's price for an hour, such as v5e=1.20"),
         (["--search", "--price", "v5e=-1"], "--price is 'v5e=-1'"),
         (["--search", "--price", "v6e=1", "--tokens=1e9"], "--price says nothing of v5e"),
-        (["--search", "--price", "v5e=1"], "--price is given without --tokens"),
         (["--price", "v6e=1"], "--price says nothing of v5e; expected the price of each kind of chip"),
         (["--search", "--tokens=many"], "--tokens is 'many'; expected how many"),
         (["--search", "--plan", "--only=compiler_options"], "'compiler_options'; expected of attention, gradient"),

@@ -752,6 +752,11 @@ def test_collectives_hide_behind_what_is_scheduled_beside_them():
     assert schedule.exposed_ms(computations, v5e, 4) == pytest.approx(gather - 0.002 + gather - 0.001 + 2 * gather)
     shorter = parse_program(COLLECTIVES.replace("1500", "9000"))
     assert schedule.exposed_ms(shorter, v5e, 4) == pytest.approx(gather - 0.002 + 2 * gather)
+    piece = COLLECTIVES.partition("  %work")[2].partition("\n")[0]  # the same 2 us in a loop: no wait in each round
+    body = f"%body (a: bf16[100,1000]) -> bf16[400,1000] {{\n  ROOT %piece{piece.replace('3000', '1500')}\n}}\n\nENTRY"
+    loop = ' = bf16[400,1000]{1,0} while(%a), body=%body, backend_config={"known_trip_count":{"n":"2"}}'
+    looped = parse_program(COLLECTIVES.replace(piece, loop).replace("ENTRY", body))
+    assert schedule.exposed_ms(looped, v5e, 4) == pytest.approx(gather - 0.002 + gather - 0.001 + 2 * gather)
 
 
 LOOP = """

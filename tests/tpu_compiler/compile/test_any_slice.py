@@ -288,6 +288,8 @@ def test_what_the_newer_compiler_refuses_is_its_answer(fake_environment, ask):
     (fake_environment / "program.txt").write_text("")
     code, said = ask("tpu7x-2")
     assert code == 1 and "no: RESOURCE_EXHAUSTED" in said and "600.0" in said
+    (fake_environment / "answer.json").write_text(json.dumps({"error": "INTERNAL: custom call 'xla.sdy.*'"}))
+    assert "lower it with jax_use_shardy_partitioner=False" in ask("tpu7x-2")[1]
 
 
 @pytest.mark.parametrize("broken, message", [("silent", "ended with code 3"), ("none", "does not start")])

@@ -48,15 +48,6 @@ VALUES = {"config": {"seed": 0}, "evaluation": {"accuracy": 0.5}}
 ODD = [None, True, -1, 0, 7, 1.5, 2**31, 2**63, 10**40, "", "x", "../../x", [], {}, [[]], [-1], [2**62, 2**62], "F64"]
 
 
-class Complaint(Exception):
-    """What should not have happened."""
-
-
-def expect(condition: object, complaint: str) -> None:
-    if not condition:
-        raise Complaint(complaint)
-
-
 def damaged(content: bytes, draw: random.Random) -> bytes:
     """Mostly near the front, where headers are."""
     front = draw.choice([len(content), int(len(content) * draw.random() ** 4) + 16])
@@ -73,12 +64,11 @@ def peak() -> int:
 
 
 def make_checkpoints(folder: Path, megabytes: int = 1):
-    """Steps 10 and 20 of one run, sharded by two processes, whose files are written as each would."""
+    """Steps 10 and 20 of one run, one of whose tensors is sharded."""
     import torch
 
     from tpu_utils.checkpoint import Checkpoints
-    from tpu_utils.checkpoint.sharded_tensors import shards_by_path, shards_of
-    from tpu_utils.checkpoint.state import HostCopy, Kind, write_tensors
+    from tpu_utils.checkpoint.state import HostCopy, Kind
 
     checkpoints = Checkpoints(folder, 3, run_id="ours")
     rows = megabytes * 2**20 // 4 // 64 // 2
@@ -87,16 +77,8 @@ def make_checkpoints(folder: Path, megabytes: int = 1):
         whole["model/weight"] = torch.full((rows, 64), float(step))
         shards = {(at, 0): torch.full((rows // 2, 64), float(step)) for at in (0, rows // 2)}
         kind = Kind((rows, 64), torch.float32)
-        copy = HostCopy(step, VALUES, whole, {"model/sharded": kind}, {"model/sharded": shards})
-        aside = folder / f".writing_{step:08d}"
-        aside.mkdir(parents=True)
-        written = []
-        for index, (at, shard) in enumerate(shards.items()):
-            name = f"shards_{index:05d}.safetensors"
-            part = HostCopy(step, {}, {}, copy.sharded, {"model/sharded": {at: shard}})
-            sums = write_tensors(aside / name, shards_of(part))
-            written.append({"name": name, "sums": sums, "shards": shards_by_path(part, name)})
-        checkpoints._finish(copy, aside, written, {})
+        checkpoints.write(HostCopy(step, VALUES, whole, {"model/sharded": kind}, {"model/sharded": shards}))
+        checkpoints.wait()
     return checkpoints
 
 
@@ -174,17 +156,17 @@ def attack_checkpoints(count: int, draw: random.Random, folder: Path) -> str:
             try:
                 step, found = read_all(target)
             except CheckpointError as error:
-                expect("\n" not in str(error) and len(str(error)) > 30, f"{number}: {error!r}")
+                assert "\n" not in str(error) and len(str(error)) > 30, f"{number}: {error!r}"
                 outcomes["refused"] += 1
             else:
                 if step == 10:
-                    expect("step_00000020" in said.getvalue(), f"{number}: passed over without a word")
-                expect(step == 10 or found == kinds, f"{number}: {victim.name} gave other tensors")
+                    assert "step_00000020" in said.getvalue(), f"{number}: passed over without a word"
+                assert step == 10 or found == kinds, f"{number}: {victim.name} gave other tensors"
                 outcomes["fell back" if step == 10 else "harmless"] += 1
         shutil.rmtree(target)
     grown = peak() - before
     # Twice its size is ours: a file and its altered copy, then what is read of it. A header may ask for 2**40 bytes.
-    expect(grown < 4 * size, f"memory grew by {grown:,} bytes for a checkpoint of {size:,}")
+    assert grown < 4 * size, f"memory grew by {grown:,} bytes for a checkpoint of {size:,}"
     return ", ".join(f"{number} {name}" for name, number in outcomes.items()) + f"; memory + {grown / size:.1f} x"
 
 
@@ -225,13 +207,13 @@ def attack_folders(count: int, draw: random.Random, folder: Path) -> str:
         with contextlib.redirect_stderr(io.StringIO()):
             try:
                 step, _ = read_all(target)
-                expect(what != 3, f"{number}: swapped folders were resumed from")
+                assert what != 3, f"{number}: swapped folders were resumed from"
                 checkpoints.save(step + 1, {}, VALUES)
                 good, _ = read_all(target)
-                expect(good == step + 1, f"{number}: {good} is resumed after a save of {step + 1}")
+                assert good == step + 1, f"{number}: {good} is resumed after a save of {step + 1}"
             except CheckpointError as error:
-                expect(what == 3, f"{number}: {error}")
-        expect((precious / "thesis").exists(), "pruning followed a link")
+                assert what == 3, f"{number}: {error}"
+        assert (precious / "thesis").exists(), "pruning followed a link"
     return "what is good was kept, nothing outside was touched"
 
 
@@ -286,11 +268,11 @@ def attack_bucket(count: int, draw: random.Random, folder: Path) -> str:
                 mirror = storage.Mirror(config.run_dir, config.resume, run_dir)
                 CheckpointReader(run_dir / "checkpoints", mirror=mirror, run_id="ours").load("must")
             except (InputError, CheckpointError) as error:
-                expect(len(str(error)) > 30, f"{number}: {error!r}")
+                assert len(str(error)) > 30, f"{number}: {error!r}"
         after = {path for path in folder.rglob("*") if not path.is_relative_to(run_dir)}
-        expect(after == before, f"{number}: written outside: {sorted(after - before)[:3]}")
+        assert after == before, f"{number}: written outside: {sorted(after - before)[:3]}"
         inside = {path.relative_to(run_dir) for path in run_dir.rglob("*") if path.is_file()}
-        expect(inside <= expected, f"{number}: fetched {sorted(inside - expected)[:3]}")
+        assert inside <= expected, f"{number}: fetched {sorted(inside - expected)[:3]}"
     return "nothing was written outside, nothing but a run's own names was fetched"
 
 
@@ -316,7 +298,7 @@ def attack_wire(count: int, draw: random.Random, folder: Path) -> str:
                 stranger.shutdown(socket.SHUT_WR)
                 while stranger.recv(4096):
                     pass
-        expect(listener.missing() == [1], "a stranger was let in")
+        assert listener.missing() == [1], "a stranger was let in"
         own = wire.connect(HOME, listener.port, 1, secret, "process 0", 60.0)
         (link,) = waiting.result()
     listener.close()
@@ -337,7 +319,7 @@ def attack_wire(count: int, draw: random.Random, folder: Path) -> str:
             refused += 1
         two.close()
     grown = peak() - before
-    expect(grown < 2 * wire.LONGEST_MESSAGE, f"memory grew by {grown:,} bytes")
+    assert grown < 2 * wire.LONGEST_MESSAGE, f"memory grew by {grown:,} bytes"
     return f"no stranger got in; of {count} answers to a host {refused} were refused, the others are of the right form"
 
 
@@ -385,10 +367,10 @@ def attack_data_files(count: int, draw: random.Random, folder: Path) -> str:
                 try:
                     attempt()
                 except InputError as error:
-                    expect(len(str(error)) > 30, f"{number}: {error!r}")
+                    assert len(str(error)) > 30, f"{number}: {error!r}"
                     refused += 1
         kept = (run_dir / "metrics.jsonl").read_bytes().splitlines()
-        expect(all(json.loads(line)["step"] <= 5 for line in kept), f"{number}: lines after the checkpoint were kept")
+        assert all(json.loads(line)["step"] <= 5 for line in kept), f"{number}: lines after the checkpoint were kept"
         shutil.rmtree(run_dir)
     return f"{refused} of {4 * count} were refused in one message, the others read"
 
@@ -416,8 +398,8 @@ def signalled(run_dir: Path, condition: Callable, expected: int, signals: list[i
     for number in signals:
         script.send_signal(number)
         time.sleep(0.002)
-    expect(script.wait(TIME_LIMIT) == expected, f"exit code {script.returncode} after {signals}, expected {expected}")
-    expect(saved_steps(run_dir), f"{signals} saved nothing")
+    assert script.wait(TIME_LIMIT) == expected, f"exit code {script.returncode} after {signals}, expected {expected}"
+    assert saved_steps(run_dir), f"{signals} saved nothing"
 
 
 def nobody_reads(run_dir: Path) -> None:
@@ -426,7 +408,7 @@ def nobody_reads(run_dir: Path) -> None:
     process.stdout.close(), process.stderr.close()
     waits(lambda: max(saved_steps(run_dir), default=0) > 20 or process.poll() is not None, TIME_LIMIT)
     process.send_signal(signal.SIGTERM)
-    expect(process.wait(TIME_LIMIT) == 143, f"exit code {process.returncode} with closed outputs, expected 143")
+    assert process.wait(TIME_LIMIT) == 143, f"exit code {process.returncode} with closed outputs, expected 143"
 
 
 def removed_lock(run_dir: Path) -> None:
@@ -434,16 +416,16 @@ def removed_lock(run_dir: Path) -> None:
     (run_dir / "lock").unlink()
     second = run(*TINY, f"--run_dir={run_dir}", "--resume=auto", timeout=TIME_LIMIT)
     script.kill()
-    expect(script.wait() == -9, "the first run ended by itself")
-    expect(second.returncode == 2 and "in use" in second.stderr, f"a second run came in: {second.stderr[-300:]}")
+    assert script.wait() == -9, "the first run ended by itself"
+    assert second.returncode == 2 and "in use" in second.stderr, f"a second run came in: {second.stderr[-300:]}"
 
 
 def removed_folder(run_dir: Path) -> None:
     script = begun(run_dir)
     run_dir.rename(run_dir.with_name("moved"))
     _, error = script.communicate(TIME_LIMIT)
-    expect(script.returncode == 1 and "Traceback" not in error, f"exit code {script.returncode}: {error[-300:]}")
-    expect(not run_dir.exists(), "the folder was made again")
+    assert script.returncode == 1 and "Traceback" not in error, f"exit code {script.returncode}: {error[-300:]}"
+    assert not run_dir.exists(), "the folder was made again"
 
 
 def attack_runs(count: int, draw: random.Random, folder: Path) -> str:
@@ -473,7 +455,7 @@ def one(name: str, count: int, seed: int) -> int:
     with tempfile.TemporaryDirectory() as folder:
         try:
             print(ATTACKS[name][1](count, random.Random(f"{seed} {name}"), Path(folder)))
-        except Complaint as complaint:
+        except AssertionError as complaint:
             print(complaint)
             return 1
     return 0

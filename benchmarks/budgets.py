@@ -20,7 +20,6 @@ the file's history shows it. Answers come from the compile cache where nothing
 changed, so a check that broke off goes on where it was (docs/search.md).
 """
 
-import csv
 import dataclasses
 import fnmatch
 import json
@@ -32,7 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.children import ROOT, parser_for, report_of
+from benchmarks.children import ROOT, as_csv, parser_for, report_of
 from language.options.transformer_options import TransformerConfig
 from tpu_compiler.compile.cache import from_json
 from tpu_compiler.estimate.report import markdown
@@ -155,9 +154,8 @@ def table(moves: Sequence[Move]) -> str:
 def print_slices(rows: Sequence[Row]) -> None:
     """As CSV what a billion tokens takes of each whole language model and slice; presets are left out. Milliseconds
     of planned rows are those of the roofline."""
-    write = csv.writer(sys.stdout, lineterminator="\n").writerow
     header = ["model", "slice", "chips", "sequences x tokens", "GiB a chip", "ms with communication"]
-    write([*header, "chip-hours a billion tokens", "s to compile"])
+    lines = [[*header, "chip-hours a billion tokens", "s to compile"]]
     for row in rows:
         script = shlex.split(row.ask)[0]
         is_a_part = row.name.startswith(script) or "--num_layers" in row.options
@@ -168,7 +166,7 @@ def print_slices(rows: Sequence[Row]) -> None:
         chips = topology.num_chips
         steps = 1e9 / (config.global_batch_size * config.shape.sequence_length)
         times = [row.figures[f"predicted_ms_{name}_hidden"] for name in ("all", "nothing")]
-        write(
+        lines.append(
             [
                 row.name.removesuffix(f", {row.slice}"),
                 row.slice,
@@ -180,6 +178,7 @@ def print_slices(rows: Sequence[Row]) -> None:
                 "planned" if row.planned else f"{row.seconds:.0f}",
             ]
         )
+    print(as_csv(lines), end="")
 
 
 def renewed(row: Row, report: dict[str, Any]) -> Row:

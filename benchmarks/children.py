@@ -1,9 +1,13 @@
 """What benchmarks share: the command line, programs that answer in JSON, the compiler's reports, tables as CSV."""
 
 import argparse
+import contextlib
 import csv
 import io
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -13,6 +17,7 @@ from typing import Any
 from tpu_utils.record.records import read_records
 
 ROOT = Path(__file__).resolve().parent.parent
+EXCEPTION = re.compile(r"[\w.]+(Error|Exception|Interrupt)\b")
 
 
 def parser_for(docstring: str) -> argparse.ArgumentParser:
@@ -25,18 +30,37 @@ def as_csv(rows: Iterable[Sequence[object]]) -> str:
     return file.getvalue()
 
 
-def answer_of(*arguments: object, **settings: Any) -> Any:
-    """The JSON that `python ARGUMENTS` prints, alone or in its last line. settings: of subprocess.run.
+def answer_of(*arguments: object, limit: float | None = None, **settings: Any) -> Any:
+    """The JSON that `python ARGUMENTS` prints, alone or in its last line. What it has started ends with it.
 
-    Raises RuntimeError with the reason where there is none: the line of its error, else the last that it said.
+    settings: of subprocess.Popen.
+    Raises RuntimeError with the reason where there is none, or not within `limit` seconds.
     """
     command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(command, **{"cwd": ROOT, "capture_output": True, "text": True} | settings)
-    text = done.stdout.strip()
-    if text not in ("", "[]") and (text[0] in "[{" or done.returncode == 0):
+    given = dict(cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    child = subprocess.Popen(command, **given | settings)
+    try:
+        text, errors = child.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"killed after {limit:g} s") from None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+    text = text.strip()
+    if text not in ("", "[]") and (text[0] in "[{" or child.returncode == 0):
         return json.loads(text if text[0] in "[{" else text.splitlines()[-1])
-    said = done.stderr.strip().splitlines() or ["it said nothing"]
-    raise RuntimeError(next((line for line in said if line.startswith("error: ")), said[-1]))
+    raise RuntimeError(reason_in(errors) or f"exit code {child.returncode}, and it said nothing")
+
+
+def reason_in(errors: str) -> str:
+    """The first line of an error that is said, else the last one of an exception, else the last one. Without the frame
+    that tyro draws around a wrong option."""
+    plain = [re.sub(r"[^ -~]", "", line).rstrip() for line in errors.splitlines()]
+    lines = [line for line in plain if line.strip(" -")]
+    said = [line for line in lines if line.startswith("error: ")][:1]
+    raised = [line for line in lines if EXCEPTION.match(line)]
+    return (said or raised or lines or [""])[-1].strip()[:300]
 
 
 def report_of(*arguments: str, needs: str, **settings: Any) -> dict[str, Any]:

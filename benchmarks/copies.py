@@ -13,10 +13,8 @@ killed (kill -9) in step 13 and goes on from its checkpoint of step 9: its metri
 last digit.
 """
 
-import argparse
 import contextlib
 import csv
-import io
 import json
 import os
 import re
@@ -32,10 +30,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "scripts")]
 os.environ["OMP_NUM_THREADS"] = "1"  # of such small models more threads wait more than they work
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from processes import Script  # noqa: E402
+from processes import run  # noqa: E402
 from safetensors.torch import load_model  # noqa: E402
 from test_wrong_copies import COUNTS, MEANT, RIGHT, TRAINED, dataset_of  # noqa: E402
 
+from benchmarks.children import as_csv, logged, parser_for  # noqa: E402
 from images.arrays import ImageDataset, TrainBatches, sent  # noqa: E402
 from tpu_utils.base.writing import write_atomically  # noqa: E402
 from tpu_utils.options.parsing import parse_command_line  # noqa: E402
@@ -129,29 +128,20 @@ def rate_options(kind: str) -> list[str]:
     return ["--learning_rate=3e-3"] if kind == ADAM else ["--optimizer=sgd", "--learning_rate=0.02"]
 
 
-def start_forked(*command, folder: Path, **environment: str) -> subprocess.CompletedProcess:
-    script = Script(*command, folder=folder, PYTHONPATH=ROOT, **environment)
-    out, err = script.communicate()
-    return subprocess.CompletedProcess(command, script.returncode, out, err)
-
-
-def run_copy(
-    kind: str, folder: Path, arguments: argparse.Namespace, *more: str, **environment: str
-) -> subprocess.CompletedProcess:
+def run_copy(kind: str, folder: Path, arguments, *more: str, **environment: str) -> subprocess.CompletedProcess:
     options = [option for option in OPTIONS if arguments.devices > 1 or "shard" not in option]
     options += rate_options(kind)
     options += [f"--num_virtual_devices={arguments.devices}"] * (arguments.devices > 1)
     command = [folder / "mine.py", f"--data_dir={folder}", *options, *more]
     if arguments.python is None:
-        return start_forked(*command, folder=folder, **environment)
+        return run(*command, folder=folder, PYTHONPATH=ROOT, **environment)
     variables = os.environ | {"PYTHONPATH": str(ROOT)} | environment
     return subprocess.run([arguments.python, *command], env=variables, capture_output=True, text=True, cwd=folder)
 
 
 def metrics_of(run_dir: Path, kind: str) -> dict[int, dict[str, float]]:
     """{step: fields} of metrics.jsonl; fields that tell the time are left out. kind: train or eval."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    fields = {line["step"]: line for line in lines if line["kind"] == kind}
+    fields = {line["step"]: line for line in logged(run_dir) if line["kind"] == kind}
     timed = ("time", "seconds", "per_second", "step_seconds", "mfu", "per_step")  # uploads are counted from step 2 on
     return {
         step: {name: value for name, value in line.items() if isinstance(value, float) and not name.endswith(timed)}
@@ -176,16 +166,14 @@ def in_plain_pytorch(folder: Path, kind: str, dataset: ImageDataset) -> tuple[li
         optimizer = copied.make_optimizer(config, model.parameters())
     rates = copied.learning_rates(config, batches.num_steps)
     metrics = copied.DeviceMetrics(["loss", "gradient_norm"], batches.num_steps, torch.device("cpu"))
-    images, labels = (
-        torch.from_numpy(array) for array in (dataset.test_images, sent(dataset.test_labels, labels=True))
-    )
-    run = SimpleNamespace(config=config, phase=lambda _: contextlib.nullcontext())
+    images, labels = map(torch.from_numpy, (dataset.test_images, sent(dataset.test_labels, labels=True)))
+    of_run = SimpleNamespace(config=config, phase=lambda _: contextlib.nullcontext())
     evaluations = []
     for index in range(batches.num_steps):
         batch = [torch.from_numpy(array) for array in batches.batch(index)]
         copied.train_step(model, *more, optimizer, rates, metrics, *batch, config)
         if (index + 1) % batches.steps_per_epoch == 0:
-            evaluations.append(copied.evaluate(model, [(images, labels, torch.ones(len(labels)))], run))
+            evaluations.append(copied.evaluate(model, [(images, labels, torch.ones(len(labels)))], of_run))
     return metrics.read(0, batches.num_steps)["loss"].tolist(), evaluations
 
 
@@ -202,7 +190,7 @@ def on_replicas(kind: str, folder: Path, num_replicas: int) -> list[float] | str
     options = [option for option in OPTIONS if "shard" not in option] + rate_options(kind)
     trace = ("trace", folder, num_replicas, steps, folder / "mine.py", f"--data_dir={folder}", *options)
     for arguments in (trace, ("run", folder)):
-        done = start_forked(program, *arguments, folder=folder)
+        done = run(program, *arguments, folder=folder, PYTHONPATH=ROOT)
         if done.returncode:
             return refusal(done.stderr)
     found = json.loads((folder / "curve.json").read_text())
@@ -216,7 +204,7 @@ def difference(found: list[float], expected: list[float]) -> float:
     return max(abs(one - other) / max(abs(other), 1e-3) for one, other in zip(found, expected, strict=True))
 
 
-def tried(kind: str, folder: Path, script: Path, arguments: argparse.Namespace) -> list[tuple[str, str, str]]:
+def tried(kind: str, folder: Path, script: Path, arguments) -> list[tuple[str, str, str]]:
     """What the table says of a copy: differences of its losses and evaluations, and of a run that is killed. With
     --replicas first of one replica, then of as many."""
     dataset = write_copy(folder, kind, script)
@@ -224,13 +212,11 @@ def tried(kind: str, folder: Path, script: Path, arguments: argparse.Namespace) 
     done = run_copy(kind, folder, arguments, "--run_dir=whole")
     if done.returncode:
         return [(refusal(done.stderr), "", "")] * count
-    ended = "not tried"
-    if not arguments.no_kill:
-        killed = run_copy(kind, folder, arguments, "--run_dir=killed", KILLED_IN_13="1").returncode
-        resumed = run_copy(kind, folder, arguments, "--run_dir=killed", "--resume=must")
-        same = all(metrics_of(folder / "whole", k) == metrics_of(folder / "killed", k) for k in ("train", "eval"))
-        is_same = killed == -9 and resumed.returncode == 0 and same
-        ended = "identical" if is_same else f"DIFFERENT {resumed.stderr[-300:]}"
+    killed = run_copy(kind, folder, arguments, "--run_dir=killed", KILLED_IN_13="1").returncode
+    resumed = run_copy(kind, folder, arguments, "--run_dir=killed", "--resume=must")
+    same = all(metrics_of(folder / "whole", k) == metrics_of(folder / "killed", k) for k in ("train", "eval"))
+    is_same = killed == -9 and resumed.returncode == 0 and same
+    ended = "identical" if is_same else f"DIFFERENT {resumed.stderr[-300:]}"
     traced = on_replicas(kind, folder, arguments.replicas) if count > 1 else []
     if kind in DRAWS:
         return [("draws", "draws", ended), ("draws" if isinstance(traced, list) else traced, "", "")][:count]
@@ -253,24 +239,14 @@ def write_rows(rows: dict[tuple[str, str], tuple[str, str, str]]) -> None:
         rows = {(setting, kind): tuple(rest) for setting, kind, *rest in before if kind in KINDS} | rows
     kinds = [*KINDS]
     order = sorted(rows, key=lambda one: (one[0], kinds.index(one[1])))
-    file = io.StringIO()
-    csv.writer(file, lineterminator="\n").writerows([COLUMNS, *((*key, *rows[key]) for key in order)])
-    write_atomically(TABLE, file.getvalue().encode())
+    write_atomically(TABLE, as_csv([COLUMNS, *((*key, *rows[key]) for key in order)]).encode())
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--only",
-        nargs="*",
-        default=list(KINDS),
-        choices=list(KINDS),
-        metavar="KIND",
-        help="Kinds to run. Default: all.",
-    )
+    parser = parser_for(__doc__)
+    parser.add_argument("--only", nargs="*", default=list(KINDS), choices=list(KINDS), metavar="KIND")
     parser.add_argument("--devices", type=int, default=1, help="Virtual devices; more than one: by SPMD.")
     parser.add_argument("--replicas", type=int, default=0, help="By DDP: one replica, then so many as one program.")
-    parser.add_argument("--no_kill", action="store_true", help="Leave out the second run, which is killed.")
     parser.add_argument("--python", help="Python that runs the copies. Default: this one.")
     arguments = parser.parse_args()
     script, setting = "simple_mnist_tpu.py", "torch_xla, one device"

@@ -22,8 +22,8 @@ Exit:    0; 1 where a compile failed: it is said, and the rest go on; 2 wrong us
 A decision is two settings, A and B, of a Llama 3 or Qwen3 of 8B, and what hardware said of both. Ours are
 transformer_tpu.py at the same shape: the kernels and the scheduler's flags differ. Where theirs has weights, Adam's
 moments and gradients in bfloat16 (column state), 8 bytes a parameter, ours has SGD, whose weights, momentum and
-gradients are 12: the difference, half of our weights and momentum, is taken from our memory. D166 to D185 ran with
-collective matmul, the compiler's default, and so do ours; D055 to D125 probably did, and are asked without.
+gradients are 12: the difference, half of our weights and momentum, is taken from our memory. D055 to D084 and D166 to
+D185 ran with collective matmul, the compiler's default, and so do ours; D085 to D125 may have, and are asked without.
 
 Unrolled programs are planned with 2 and 8 layers, or compiled with 1 and 3, and the rest is a straight line through
 both. One third of the decisions, by a hash of their names, is held out: no rate or correction may be made from them,

@@ -21,7 +21,6 @@ import dataclasses
 import fnmatch
 import json
 import os
-import re
 import signal
 import statistics
 import subprocess
@@ -33,13 +32,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.children import parser_for
+from benchmarks.children import parser_for, reason_in
 from language.options.llama_shape import MODEL_SIZES
 from language.options.shapes import ModelShape
 from tpu_utils.base.gpus import gpu_named
 from tpu_utils.base.writing import write_atomically
 
-EXCEPTION = re.compile(r"error: |[\w.]+(Error|Exception|Interrupt)\b")
 TINY = dict(num_layers=2, num_heads=2, embedding_dim=64, sequence_length=64, vocab_size=500)
 SHAPES = {
     "gpt2": MODEL_SIZES["124M"],
@@ -169,14 +167,6 @@ def run_row(task: Task, environment: dict[str, str], limit: float) -> dict:
         return json.loads(output.read_text().strip().splitlines()[-1])
     print(f"{task.row}:", *said.splitlines()[-25:], sep="\n    ", file=sys.stderr, flush=True)
     return {"skipped": reason_in(said) or f"exit code {code}, and it said nothing"}
-
-
-def reason_in(errors: str) -> str:
-    """The last line of an exception, else the last line. Without the frame that tyro draws around a wrong option."""
-    plain = [re.sub(r"[^ -~]", "", line).rstrip() for line in errors.splitlines()]
-    lines = [line for line in plain if line.strip(" -")]
-    named = [line for line in lines if EXCEPTION.match(line)]
-    return (named or lines or [""])[-1].strip()[:200]
 
 
 def row_of(task: Task, card: str, result: dict) -> dict:

@@ -9,7 +9,6 @@ Exit:    0; 1 where a run fails or float32 is further off than TOLERANCE.
 This Python has torch_xla; the other one is an environment of requirements-compile.txt.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.children import ROOT, as_csv, parser_for
+from benchmarks.children import ROOT, as_csv, logged, parser_for
 
 TOLERANCE = 1e-5
 COMMON = "--log_every 1 --warmup_steps 5 --no_tensorboard"
@@ -43,8 +42,7 @@ def losses(python: str, script: str, precision: str, device: str, compiler: str)
         command = [python, ROOT / script, *options, "--run_dir", folder]
         command += ["--compile", compiler] if compiler else []
         subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True)
-        records = map(json.loads, Path(folder, "metrics.jsonl").read_text().splitlines())
-        return [record["loss"] for record in records if record["kind"] == "train"]
+        return [line["loss"] for line in logged(Path(folder)) if line["kind"] == "train"]
 
 
 def apart(found: list[float], expected: list[float]) -> float:

@@ -86,11 +86,11 @@ def read_rows(path: Path = ROWS) -> list[Row]:
     return [Row(**(said | own)) for said, group in zip(shared, groups, strict=True) for own in group["rows"]]
 
 
-def asked(row: Row, folder: Path, again: bool) -> str:
+def asked(row: Row, folder: Path) -> str:
     """Puts the report of a row into the folder, unless it is there for this command. Returns what failed, or ""."""
     command = [*row.command, row.flags]
     file = folder / f"{re.sub(r'[^A-Za-z0-9]+', '_', row.key)}.json"
-    if file.exists() and not again and json.loads(file.read_text())["command"] == command:
+    if file.exists() and json.loads(file.read_text())["command"] == command:
         return ""
     print(f"{row.key}: python {' '.join(row.command)}", file=sys.stderr, flush=True)
     variables = os.environ | ({"LIBTPU_INIT_ARGS": row.flags} if row.flags else {})
@@ -179,7 +179,6 @@ def main() -> int:
     parser.add_argument("--tables", type=Path, metavar="DIR", help="write the tables into this folder too, as .csv")
     parser.add_argument("--only", metavar="PATTERN", default="*", help="rows whose name, label and slice match")
     parser.add_argument("--all", action="store_true", help="the slow rows too")
-    parser.add_argument("--again", action="store_true", help="ask again for rows that are there")
     arguments = parser.parse_args()
     rows = [row for row in read_rows() if fnmatch.fnmatch(row.key, arguments.only)]
     if not rows:
@@ -190,7 +189,7 @@ def main() -> int:
         for row in rows:
             if row.slow and not arguments.all:
                 print(f"left out: {row.key}: takes more than 10 minutes; give --all", file=sys.stderr)
-            elif reason := asked(row, arguments.out, arguments.again):
+            elif reason := asked(row, arguments.out):
                 failed[row.key] = reason
                 print(f"failed: {row.key}: {reason}", file=sys.stderr, flush=True)
         found = results(arguments.out)

@@ -151,15 +151,12 @@ def main() -> int:
     parser.add_argument("--work", type=Path, required=True, help="a folder of its own")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--depth", type=int, default=1)
-    parser.add_argument("--most_steps", type=int, default=12)
     given = parser.parse_args()
     source = random.Random(given.seed)
     plan = plan_of(given.kills)
     given.work.mkdir(parents=True, exist_ok=True)
     tasks = write_task(given.work.resolve() / "piqa", "piqa")
-    options = ["--text", str(given.text.resolve()), "--depth", str(given.depth), "--tasks", f"piqa={tasks}"]
-    options += ["--most_steps", str(given.most_steps)]
+    options = ["--text", str(given.text.resolve()), "--tasks", f"piqa={tasks}", "--depth", "1", "--most_steps", "12"]
     whole, killed = (given.work.resolve() / name for name in ("whole", "killed"))
     if killed.exists():
         sys.exit(f"{killed} is there already; remove it, or choose another --work")

@@ -12,7 +12,7 @@ takes most of the time.
 """
 
 import collections
-import os
+import contextlib
 import random
 import shutil
 import signal
@@ -27,9 +27,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from documents import write_corpus
+from processes import Script
 from run_files import numbers, saved_steps, state_in, summary_in
 
-from benchmarks.children import ROOT, logged, parser_for
+from benchmarks.children import logged, parser_for
 from tpu_utils.record.log import BESIDE
 
 MNIST = ["--num_epochs=6", "--global_batch_size=128", "--channels=4", "--hidden_dim=16", "--max_shift=2"]
@@ -57,13 +58,10 @@ PLANS = [(number, aim) for number in SIGNALS for aim in AIMS]
 DIFFER_BY_PROCESS = {"seconds", "goodput", "train_graphs", "eval_graphs", "hbm_peak_bytes", *BESIDE}
 
 
-def launch(options: list[str], changes: dict[str, str], output: Path) -> subprocess.Popen:
+def launch(options: list[str], changes: dict[str, str], output: Path) -> Script:
     """`python OPTIONS` in an environment with these changes, all that it prints in one file."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "CPU_NUM_DEVICES")}
-    with output.open("wb") as file:
-        return subprocess.Popen(
-            [sys.executable, *options], cwd=ROOT, env=kept | changes, stdout=file, stderr=subprocess.STDOUT
-        )
+    output.write_bytes(b"")
+    return Script(*options, output=output, **changes)
 
 
 class Run:
@@ -107,11 +105,8 @@ class Run:
 
     def end(self) -> int | None:
         """Its exit code; None where it has not ended within TIME_LIMIT, and was killed."""
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             return self.process.wait(TIME_LIMIT)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            return None
 
     def text(self) -> str:
         return self.output.read_text(errors="replace")[-3000:]

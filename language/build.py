@@ -31,10 +31,8 @@ def build_model(
     offloads = config.remat and (config.compile_for or device_type() == "TPU")
     on_host = LEVELS.get(config.offload, ()) if offloads else ()
     points = LEVELS[config.remat_keep] if config.remat else None
-    options = dict(
-        execution=LayerExecution(points, on_host, config.scan_layers, config.loss_parts, config.remat_all_but),
-        attention=choose_attention(config, mesh),
-    )
+    rest = config.scan_layers, config.loss_parts, config.remat_all_but, config.gradient_accumulation_steps
+    options = dict(execution=LayerExecution(points, on_host, *rest), attention=choose_attention(config, mesh))
     options |= dict(mesh=mesh, pieces=pieces_of(mesh, config.context_attention), packed=config.dataset == "chat")
     if config.lora_rank:
         options |= dict(lora=LoRA(config.lora_rank, config.lora_alpha, getattr(torch, config.base_precision)))

@@ -52,10 +52,6 @@ class MetadataServer(http.server.ThreadingHTTPServer):
     def host(self) -> str:
         return f"127.0.0.1:{self.server_port}"
 
-    @property
-    def url(self) -> str:
-        return f"http://{self.host}{INSTANCE}"
-
     def set(self, key: str, text: str) -> None:
         with self.changed:
             self.pages[key] = text

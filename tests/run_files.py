@@ -12,6 +12,7 @@ from tpu_utils.base.writing import checksum_of
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.checkpoint.loading import CheckpointReader
 from tpu_utils.checkpoint.saved import read_checkpoint
+from tpu_utils.checkpoint.state import HostCopy, kind_of
 from tpu_utils.options.parsing import resolve, without_effect
 
 TINY = ["--num_epochs=1", "--warmup_steps=2", "--channels=4", "--hidden_dim=16", "--log_every=1", "--device=cpu"]
@@ -64,6 +65,15 @@ def state_in(folder: Path) -> dict:
     files = saved.files()
     tensors = {path: files.read(path) for path in saved.entries}
     return {"step": saved.step, "evaluation": saved.value("evaluation", dict), **tensors}
+
+
+def part_of_state(step: int, index: int, count: int, rows: torch.Tensor, whole: bool) -> HostCopy:
+    """What one of `count` processes saves: its share of the rows of a matrix, plus the step; whole: a vector too."""
+    size = len(rows) // count
+    copy = HostCopy(step, {"evaluation": {}}, {"model/whole": torch.ones(5) + step} if whole else {})
+    copy.sharded = {"model/rows": kind_of(rows)}
+    copy.shards = {"model/rows": {(index * size, 0): rows[index * size :][:size] + step}}
+    return copy
 
 
 def to_host(state):

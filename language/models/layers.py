@@ -236,9 +236,10 @@ class Decoder(torch.nn.Module):
                 if name in ("token_embedding", "head_weight"):
                     parameter[self.shape.vocab_size :] = 0.0
 
-    def hold_sharding(self, x_BTD):
-        """Keep an activation sharded, in both passes; left alone, the partitioner may move it."""
-        spec = (BATCH, "context", None)
+    def hold_sharding(self, x_BTD, *rest):
+        """Keep an activation sharded, in both passes; left alone, the partitioner may move it. rest: axes of the mesh
+        for its third dimension and those behind."""
+        spec = (BATCH, "context", *(rest or (None,)))
         return x_BTD if self.mesh is None else mark_sharding_with_gradients(x_BTD, self.mesh, spec)
 
     def hold_positions(self, x, axis: int = 0):

@@ -221,7 +221,7 @@ class Llama(Decoder):
             experts = experts or partial(mixture, capacity=self.expert_capacity, kernels=self.expert_kernels)
             return experts(y_BTD, w, self.shape, activation)
         # one product, so that its gradient is one tensor, as the weight is
-        gate, up = product("btd,ced->btce", y_BTD, w["gate_up_weight"]).unbind(2)
+        gate, up = self.hold_sharding(product("btd,ced->btce", y_BTD, w["gate_up_weight"]), None, "tensor").unbind(2)
         gate, up = add_adapter(gate, y_BTD, adapter(w, "gate_up", 0)), add_adapter(up, y_BTD, adapter(w, "gate_up", 1))
         gate, up = kept("gate", gate), kept("up", up)
         return product("bte,de->btd", activation(gate) * up, w["mlp_out_weight"], adapter(w, "mlp_out")), None

@@ -48,9 +48,8 @@ class LossesInParts(torch.autograd.Function):
         ctx.of_part, ctx.parts = of_part, parts
         found = []
         for x, targets in zip(x_BTD.chunk(parts, 1), targets_BT.chunk(parts, 1), strict=True):
-            inputs = leaves([x, weight_VD], found[-1:])
             with torch.enable_grad():  # as in the backward pass: an evaluation's sums are rounded otherwise
-                found.append(of_part(*inputs, targets).detach())
+                found.append(of_part(*leaves([x, weight_VD], found[-1:]), targets).detach())
         return torch.cat(found, 1)
 
     @staticmethod
@@ -64,6 +63,7 @@ class LossesInParts(torch.autograd.Function):
                 grad_x, grad_weight = torch.autograd.grad(ctx.of_part(*inputs, targets), inputs, grad)
             found.append(grad_x)
             total = total + grad_weight
+        optimization_barrier_([*found, total])  # or the last part's whole gradient waits for its sum over devices
         return torch.cat(found, 1), total.to(weight_VD.dtype), None, None, None
 
 

@@ -6,7 +6,7 @@ are sharded. Private interfaces of torch_xla 2.9.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -50,13 +50,13 @@ def loop_in_graph(
     rows: list[torch.Tensor],
     reverse: bool = False,
     to_local: Callable = lambda constant: constant,
+    over: Sequence[int] = (),
 ):
     """(last carry, stacked outputs) of function(carry, row) -> (carry, outputs), called for each row of `rows`: one
-    loop in the HLO, so the graph does not grow with their number.
+    loop in the HLO, however many. over: for each output the number of the rows that it is written over; (): for none.
 
-    function is traced once as it is, a backward pass inside it too; torch_xla's public scan() decomposes it by
-    AOTAutograd. What it takes from elsewhere is a constant of the loop, which to_local() gets first. Raises InputError
-    where it draws random numbers. The torch.compile backend unrolls the loop.
+    function is traced once, with a backward pass inside. What it takes from elsewhere is a constant of the loop, which
+    to_local() gets first. Raises InputError where it draws random numbers. The torch.compile backend unrolls the loop.
     """
     if not IS_XLA:
         return turn_by_turn(function, carry, rows, reverse)
@@ -73,32 +73,32 @@ def loop_in_graph(
                 "steps and layers"
             )
     body, numbers, constants = lower([*new_carry, *outputs], [t for of in inputs for t in of])
-    stacks = [torch.zeros((count, *t.shape), dtype=t.dtype, device=device) for t in outputs]
-    state = [torch.tensor(0, device=device), *stacks, *constants.values()]
-    state = [*carry, *rows, *map(to_local, state)]
-    c, r, s = len(carry), len(rows), len(stacks)
+    new = [] if over else [torch.zeros((count, *t.shape), dtype=t.dtype, device=device) for t in outputs]
+    state = [*carry, *rows, *new, *map(to_local, [torch.tensor(0, device=device), *constants.values()])]
+    c, turns = len(carry), len(state) - len(constants) - 1  # places of the first row and of the number of turns
+    written = [c + i for i in over] or range(turns - len(new), turns)
     place = {number: i for i, number in enumerate(numbers) if number >= 0}
-    place |= {number: c + r + 1 + s + i for i, number in enumerate(constants)}
+    place |= {number: turns + 1 + i for i, number in enumerate(constants)}
 
     def turns_left(*state: xb.Op) -> xb.Op:
-        return state[c + r] < xb.Op.scalar(state[0].builder(), count, dtype=xb.Type.S64)
+        return state[turns] < xb.Op.scalar(state[0].builder(), count, dtype=xb.Type.S64)
 
     def turn(*state: xb.Op) -> tuple[xb.Op, ...]:
-        index = state[c + r]
-        number = lambda n: xb.Op.scalar(index.builder(), n, dtype=xb.Type.S64)  # noqa: E731
-        here = number(count - 1) - index if reverse else index
-        values = [*state[:c], *(dynamic_slice(row, here) for row in state[c : c + r]), *state[c + r :]]
+        number = lambda n: xb.Op.scalar(state[0].builder(), n, dtype=xb.Type.S64)  # noqa: E731
+        here = number(count - 1) - state[turns] if reverse else state[turns]
+        values = [*state[:c], *(dynamic_slice(row, here) for row in state[c:turns]), *state[turns:]]
         result = xb.Op.call(body, [values[place[i]] for i in range(len(place))])
-        results = [result.get_tuple_element(i) for i in range(c + s)]
-        stacks = state[c + r + 1 : c + r + 1 + s]
-        stacks = [dynamic_update_slice(stack, out, here) for stack, out in zip(stacks, results[c:], strict=True)]
-        return (*results[:c], *state[c : c + r], index + number(1), *stacks, *state[c + r + 1 + s :])
+        after = [*(result.get_tuple_element(i) for i in range(c)), *state[c:]]
+        after[turns] += number(1)
+        for i, at in enumerate(written, start=c):
+            after[at] = dynamic_update_slice(state[at], result.get_tuple_element(i), here)
+        return tuple(after)
 
     builder = xb.create_builder("loop")
     parameters = tuple(xb.mkparam(builder, i, xb.tensor_shape(t)) for i, t in enumerate(state))
     loop = xb.Op.mkwhile(parameters, turns_left, turn).build("loop")
     last = torch_xla._XLAC._xla_user_computation("xla::loop", state, loop)
-    return last[:c], last[c + r + 1 : c + r + 1 + s]
+    return last[:c], [last[at] for at in written]
 
 
 def turn_by_turn(function: Callable, carry: list, rows: list, reverse: bool):

@@ -22,13 +22,14 @@ class LayerExecution:
     """How a model runs its layers. points, of LEVELS: layers run again in the backward pass, and the values of these
     points are kept; None: all that autograd saves. on_host: the points whose values lie in the host's memory meanwhile,
     but for small ones. scan: all layers are one loop in the graph. loss_parts: parts of each sequence whose logits are
-    made one after the other, and again in the backward pass. all_but: the last layers, so many, keep "products"."""
+    made one after the other. all_but: the last layers, so many, keep "products". turns: of a loop around all layers."""
 
     points: tuple[str, ...] | None = None
     on_host: tuple[str, ...] = ()
     scan: bool = False
     loss_parts: int = 1
     all_but: int = 0
+    turns: int = 1
 
 
 class SavedActivations:

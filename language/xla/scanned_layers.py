@@ -47,6 +47,10 @@ class ScannedLayers(torch.autograd.Function):
             grad_x, gradients = backward_layer(ctx.run, ctx.execution, ctx.needed, grads, rows[:count], kept)
             return [grad_x], gradients
 
-        (grad,), found = loop_in_graph(one_layer, [grad], [*of_routing, *tensors], reverse=True)
+        # A layer's gradients take the place of its weights, or both would lie in memory. Not where a loop around this
+        # one reads the weights again: XLA stacks them before that loop, and would copy the stack in each of its turns.
+        once = ctx.execution.turns == 1
+        over = [given + i for i, is_needed in enumerate(ctx.needed[1:]) if is_needed and once]
+        (grad,), found = loop_in_graph(one_layer, [grad], [*of_routing, *tensors], reverse=True, over=over)
         found = iter(found)
         return None, None, grad, *(next(found) if is_needed else None for is_needed in ctx.needed[1:])

@@ -9,12 +9,14 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 from metadata_server import metadata_server
-from mutations import mutated_json
+from mutations import mutated_json, refusals
 from processes import ROOT, environment_with, waits
+from reports import a_report as any_report
 from run_files import configured
 from test_device import fake_pci
 
@@ -29,7 +31,6 @@ from tools.on_chip.chip_peaks import COLLECTIVES
 from tools.on_chip.peaks import least_sent
 from tools.on_chip.steps import STEPS
 from tpu_compiler.estimate.calibration import read_calibration
-from tpu_compiler.estimate.report import Report
 from tpu_utils.base.errors import DeviceError, InputError, run_script
 from tpu_utils.base.versions import TESTED_VERSIONS
 from tpu_utils.options.parsing import presets_of
@@ -52,7 +53,11 @@ CONFIGS = {
     "transformer_tpu.py": TransformerConfig,
 }
 V5E = ("0x1ae0", "0x0063")
+DONE = "checkpoints/step_00000060/done"
 MEASURED = "measured on v5e: 1.18 x the predicted step (n = 6), from 1.10 to 1.40, on 8 devices, collectives included"
+
+
+a_report = partial(any_report, topology="v5litepod-8")
 
 
 def option(command: list[str], name: str, default: str = "") -> str:
@@ -63,17 +68,16 @@ class Pretended:
     """A child process on the pretended VM: leaves the files that its command would leave."""
 
     def __init__(self, command: list[str], out: Path, err: Path, changes: dict[str, str]):
-        self.code, self.command, text = 0, command, ""
+        self.code, self.command, self.err, text = 0, command, err, ""
         estimated, self.ms = next(times for word, times in TIMES.items() if not word or word in command)
         err.write_text("")
         if command[0] == "setup_tpu.py":
-            text = json.dumps({"checks": [], "counts": {"ok": 20, "warn": 0, "fail": 0, "skip": 2}}, indent=1)
+            text = json.dumps({"checks": [], "counts": {"ok": 20, "warn": 0, "fail": 0, "skip": 2}})
         elif option(command, "compile_for"):
             assert option(command, "compile_for") == "v5litepod-8"
             Path(changes["AOT_TPU_OUTPUT"], "report.json").write_text(json.dumps(self.report(estimated)))
         elif "tools.on_chip.chip_peaks" in command:
-            kind = command[2]
-            figures = {"product": {"tflops": 177.3}, "copy": {"gb_per_s": 737.1}}.get(kind, {})
+            figures = {"product": {"tflops": 177.3}, "copy": {"gb_per_s": 737.1}}.get(command[2], {})
             figures = dict(ms=2.0, ms_low=1.9, ms_high=2.2, host_ms=0.5, compile_seconds=1.0, **figures)
             text = json.dumps(dict.fromkeys(option(command, "sizes").split(","), figures))
         elif "xplane" in command[-1]:
@@ -84,31 +88,34 @@ class Pretended:
         out.write_text(text)
 
     def report(self, estimated: float) -> dict:
-        fits = "--preset=distributed" not in self.command or "transformer_tpu.py" not in self.command
-        self.code = 0 if fits else 1
-        reason = "" if fits else "needs 20.00 of 15.75 GiB"
-        found = Report("v5litepod-8", 8, "SPMD over 8 devices", fits, fits, reason, 0)
-        if fits:  # a fifth of the predicted step has no price of the compiler's
-            times = dict(estimated_ms=0.8 * estimated, ruled_ms=0.2 * estimated, estimated_mfu=0.5)
-            found = dataclasses.replace(found, peak_bytes=5 * GIB, **times).with_prediction()
-        return dataclasses.asdict(found)
+        if "--preset=distributed" in self.command and "transformer_tpu.py" in self.command:
+            self.code = 1
+            return dataclasses.asdict(
+                a_report(devices=8, fits=False, compiles=False, reason="needs 20.00 of 15.75 GiB")
+            )
+        # a fifth of the predicted step has no price of the compiler's
+        times = dict(estimated_ms=0.8 * estimated, ruled_ms=0.2 * estimated, estimated_mfu=0.5)
+        return dataclasses.asdict(a_report(devices=8, peak_bytes=5 * GIB, **times).with_prediction())
 
     def train(self, run_dir: Path) -> None:
-        losses = [2.5 - 0.01 * step for step in range(60)]
         timed = dict(kind="train", step_seconds=self.ms / 1e3, mfu=0.3, host_seconds=1e-5, data_wait_seconds=0.0)
-        lines = [dict(timed, loss=loss, step=step) for step, loss in enumerate(losses, 1)]
+        lines = [dict(timed, loss=2.5 - 0.01 * step, step=step) for step in range(1, 61)]
         lines[3]["step_seconds"] *= 2  # a slow interval, which is no median
         lines.append(dict(kind="checkpoint", step=60, wait_seconds=0.5))
-        goodput = dict(start_up=12.0, restore=3.0, compile=30.0, checkpoint=0.6)
         summary = dict(steps=60, train_graphs=1, host_to_device_uploads_per_step=0.0, hbm_peak_bytes=6 * GIB)
-        for folder, name, content in (
-            (run_dir, "metrics.jsonl", "\n".join(map(json.dumps, lines))),
-            (run_dir, "summary.json", json.dumps(summary | dict(goodput=goodput, test_accuracy=342 / 360))),
-            (run_dir / "checkpoints/step_00000060", "done", '{"files": {"state.safetensors": {"bytes": 8}}}'),
-            (run_dir / "tensorboard/plugins/profile/now", "vm.xplane.pb", ""),
-        ):
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(content)
+        summary |= dict(goodput=dict(start_up=12.0, restore=3.0, compile=30.0, checkpoint=0.6), test_accuracy=342 / 360)
+        for name, content in {
+            "metrics.jsonl": "\n".join(map(json.dumps, lines)),
+            "summary.json": json.dumps(summary),
+            DONE: '{"files": {"state.safetensors": {"bytes": 8}}}',
+            "tensorboard/plugins/profile/now/vm.xplane.pb": "",
+        }.items():
+            (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
+            (run_dir / name).write_text(content)
+
+    def fail(self, said: str) -> None:
+        self.code = 1
+        self.err.write_text(said)
 
     def wait(self, timeout: float | None = None) -> int:
         return self.code
@@ -234,77 +241,65 @@ def test_the_picture_shows_every_step_and_share(measured):
     points = {line.get_label(): line.get_xydata()[0].tolist() for line in left.lines}
     assert points["gpt2 124M"] == pytest.approx([73.9, 88.68])
     assert len(points) == len(STEPS)  # the diagonal, and all but the one that does not fit
-    shares = dict(
-        zip((t.get_text() for t in right.get_yticklabels()), (p.get_width() for p in right.patches), strict=True)
-    )
-    assert shares["product 8192"] == pytest.approx(90) and shares["copy 256 MiB"] == pytest.approx(90)
+    labels, widths = [t.get_text() for t in right.get_yticklabels()], [p.get_width() for p in right.patches]
+    assert [widths[labels.index(name)] for name in ("product 8192", "copy 256 MiB")] == pytest.approx([90, 90])
     assert (vm.folder / "calibration.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_failure_is_recorded_and_tried_again_and_the_rest_goes_on(vm, capsys):
-    class Broken(Pretended):
-        def __init__(self, command, out, err, changes):
-            super().__init__(command, out, err, changes)
-            if "--attention=flash" in command and not option(command, "compile_for"):
-                self.code = 1
-                err.write_text("warning: other things\nerror: the kernels do not lower\n")
-            if "--num_heads=6" in command and option(command, "compile_for"):
-                self.code = 1
-                err.write_text("error: too many heads\n")
-                Path(changes["AOT_TPU_OUTPUT"], "report.json").unlink()
+class Troubled(Pretended):
+    """Two commands fail, and two promises are not kept."""
 
-    vm.child = Broken
-    assert vm.calibrate() == 1
-    failed = {name: r for name, r in vm.content()["measurements"].items() if r["status"] == "failed"}
-    assert list(failed) == ["step gpt2 124M flash", "estimate gpt2 124M heads of 128", "promise flash"]
-    assert "ended with 1: error: too many heads" in failed["estimate gpt2 124M heads of 128"]["reason"]
-    assert "transformer_tpu.py ended with 1: error: the kernels do not lower" in failed["promise flash"]["reason"]
-    page = (vm.folder / "report.md").read_text()
-    assert "Failed:\n- step gpt2 124M flash: transformer_tpu.py ended" in page
-    assert "| gpt2 124M flash " in page, "its estimate is there"
-    vm.child, vm.started = Pretended, []
-    assert vm.calibrate() == 0
-    assert len(vm.started) == 4, "one step, one estimate, and two runs to compare"
-    assert "(before)" in capsys.readouterr().out
+    def __init__(self, command, out, err, changes):
+        super().__init__(command, out, err, changes)
+        if "--attention=flash" in command and not option(command, "compile_for"):
+            self.fail("warning: other things\nerror: the kernels do not lower\n")
+        if "--num_heads=6" in command and option(command, "compile_for"):
+            self.fail("error: too many heads\n")
+            Path(changes["AOT_TPU_OUTPUT"], "report.json").unlink()
+
+    def train(self, run_dir):
+        super().train(run_dir)
+        if "--resume=auto" in self.command:
+            (run_dir / DONE).write_text('{"files": {"state.safetensors": {"bytes": 8, "crc32": 2}}}')
+        if self.command[0] == "-c" and "--num_steps=40" in self.command:
+            summary = json.loads((run_dir / "summary.json").read_text())
+            (run_dir / "summary.json").write_text(json.dumps(summary | {"train_graphs": 2}))
 
 
-def test_stopped_it_goes_on_where_it_was(vm):
-    class Stopped(Pretended):
-        def __init__(self, *arguments):
-            super().__init__(*arguments)
-            if len(vm.started) == 9:
-                raise KeyboardInterrupt
+def test_what_failed_is_recorded_and_tried_again_and_the_rest_goes_on(vm, capsys):
+    """Also where it was stopped: what is measured stays."""
 
-    vm.child = Stopped
+    def stopped(*arguments):
+        if len(vm.started) == 9:
+            raise KeyboardInterrupt
+        return Troubled(*arguments)
+
+    vm.child = stopped
     with pytest.raises(KeyboardInterrupt):
         vm.calibrate()
     before = vm.content()["measurements"]
     assert len(before) == 8
-    vm.child, vm.started = Pretended, []
-    assert vm.calibrate() == 0
+    vm.child = Troubled
+    assert vm.calibrate() == 1
     after = vm.content()["measurements"]
     assert {name: after[name] for name in before} == before
-    number = len(vm.started)
-    assert vm.calibrate() == 0 and len(vm.started) == number, "all is there"
-
-
-def test_a_broken_promise_fails(vm):
-    class Damaged(Pretended):
-        def train(self, run_dir):
-            super().train(run_dir)
-            if "--resume=auto" in self.command:
-                (run_dir / "checkpoints/step_00000060/done").write_text(
-                    '{"files": {"state.safetensors": {"bytes": 8, "crc32": 2}}}'
-                )
-            if self.command[0] == "-c" and "--num_steps=40" in self.command:
-                summary = json.loads((run_dir / "summary.json").read_text())
-                (run_dir / "summary.json").write_text(json.dumps(summary | {"train_graphs": 2}))
-
-    vm.child = Damaged
-    assert vm.calibrate() == 1
-    found = vm.content()["measurements"]
-    assert found["promise resume"]["reason"] == "not kept: the last checkpoints differ"
-    assert found["promise no_reads"]["reason"] == "not kept: 2 graphs and 0.0 uploads a step, expected 1 and 0"
+    failed = {name: record["reason"] for name, record in after.items() if record["status"] == "failed"}
+    command = "transformer_tpu.py ended with 1: error: "
+    assert failed.pop("step gpt2 124M flash").startswith(command + "the kernels do not lower")
+    assert "ended with 1: error: too many heads" in failed.pop("estimate gpt2 124M heads of 128")
+    assert command + "the kernels do not lower" in failed.pop("promise flash")
+    assert failed.pop("promise resume") == "not kept: the last checkpoints differ"
+    assert failed.pop("promise no_reads") == "not kept: 2 graphs and 0.0 uploads a step, expected 1 and 0"
+    assert not failed
+    page = (vm.folder / "report.md").read_text()
+    assert "Failed:\n- step gpt2 124M flash: transformer_tpu.py ended" in page
+    assert "| gpt2 124M flash " in page, "its estimate is there"
+    for started in (9, 0):  # a step, an estimate, and the runs of three promises
+        vm.child, vm.started = Pretended, []
+        capsys.readouterr()
+        assert vm.calibrate() == 0 and len(vm.started) == started
+    lines = re.findall(r"^ ?\d+/\d+ .*", capsys.readouterr().out, re.M)
+    assert lines and all("(before)" in line for line in lines), "also what cannot be measured here"
 
 
 def test_another_machine_begins_anew(tmp_path, capsys):
@@ -325,13 +320,10 @@ def test_another_machine_begins_anew(tmp_path, capsys):
     ],
 )
 def test_bad_options_are_refused_in_one_message(monkeypatch, tmp_path, capsys, arguments, said):
-    options = ["tools.calibrate", "--device=cpu", f"--output={tmp_path}", *arguments]
-    monkeypatch.setattr(sys, "argv", options)
-    try:
-        code = run_script(calibrate.main)
-    except SystemExit as error:
-        code = error.code
-    assert code == 2 and said in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["tools.calibrate", "--device=cpu", f"--output={tmp_path}", *arguments])
+    with contextlib.suppress(SystemExit):  # by argparse, with 2
+        assert run_script(calibrate.main) == 2
+    assert said in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------- which machine it is
@@ -356,26 +348,31 @@ def test_which_slice_this_is_by_the_environment(tmp_path, monkeypatch, chips, na
     assert (machine.slice, machine.num_devices, machine.device) == (slice_name, devices, "tpu")
 
 
-def test_a_slice_of_several_hosts_a_part_of_one_and_a_missing_tpu_are_refused(tmp_path):
+def test_another_machine_than_a_whole_slice_of_one_host_is_refused(tmp_path):
     with pytest.raises(DeviceError, match=r"found no TPU chip on this machine; .* rehearse with --device cpu"):
         find_machine("tpu", tmp_path)
     pci_tree(tmp_path, *[V5E] * 8)
     with metadata_of("v5litepod-16", 2), pytest.raises(InputError, match=r"which has 2 hosts; expected a slice of one"):
         find_machine("auto", tmp_path)
-    with metadata_of("v5litepod-4", 1) as patch:
-        patch.setenv("TPU_SKIP_MDS_QUERY", "1")
-        patch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-4")
-        with pytest.raises(InputError, match=r"has 8 chips of v5litepod-4, .* expected a slice of one host, whole"):
-            find_machine("auto", tmp_path)
 
 
-def test_what_would_measure_another_machine_than_it_names_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("CPU_NUM_DEVICES", "many")
-    with pytest.raises(InputError, match=r"CPU_NUM_DEVICES is 'many'; expected a number from 1 to 127"):
-        find_machine("cpu", tmp_path)
-    monkeypatch.setenv("TPU_VISIBLE_CHIPS", "0")
-    with pytest.raises(InputError, match=r"TPU_VISIBLE_CHIPS is '0': .* a part of the 8 chips here; .* unset it"):
-        find_machine("auto", pci_tree(tmp_path, *[V5E] * 8))
+@pytest.mark.parametrize(
+    "device, variables, message",
+    [
+        (
+            "auto",
+            {"TPU_ACCELERATOR_TYPE": "v5litepod-4"},
+            r"has 8 chips of v5litepod-4, .* expected a slice of one host",
+        ),
+        ("auto", {"TPU_VISIBLE_CHIPS": "0"}, r"TPU_VISIBLE_CHIPS is '0': .* a part of the 8 chips here; .* unset it"),
+        ("cpu", {"CPU_NUM_DEVICES": "many"}, r"CPU_NUM_DEVICES is 'many'; expected a number from 1 to 127"),
+    ],
+)
+def test_what_would_measure_another_machine_than_it_names_is_refused(tmp_path, monkeypatch, device, variables, message):
+    for name, value in (variables | {"TPU_SKIP_MDS_QUERY": "1"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=message):
+        find_machine(device, pci_tree(tmp_path, *[V5E] * 8))
 
 
 def test_the_bound_is_the_compilers():
@@ -388,8 +385,7 @@ def test_the_bound_is_the_compilers():
 # ---------------------------------------------------------------------------------------- aot_tpu.py with a calibration
 def test_a_report_of_the_compiler_says_what_was_measured(measured, monkeypatch, capsys):
     vm, _ = measured
-    kept = Report("v5litepod-1", 1, "one device", True, True, "", 16 * GIB, estimated_ms=73.9).with_prediction()
-    kept = dataclasses.replace(kept, versions={"libtpu": TESTED_VERSIONS["libtpu"]})
+    kept = any_report(estimated_ms=73.9, versions={"libtpu": TESTED_VERSIONS["libtpu"]}).with_prediction()
     monkeypatch.setattr(aot_tpu, "compile_script", lambda _, name, *__: dataclasses.replace(kept, topology=name))
     command = ["simple_mnist_tpu.py", "--topology", "v5litepod-1"]
     monkeypatch.chdir(vm.root)
@@ -408,8 +404,8 @@ def test_a_report_of_the_compiler_says_what_was_measured(measured, monkeypatch, 
         if content:
             (vm.root / name).write_text(content)
         assert aot_tpu.main([*command, f"--calibration={name}"]) == 2
-        out, err = capsys.readouterr()
-        assert not out and len(err.splitlines()) == 1 and err.startswith(f"error: {name}") and why in err
+        err = capsys.readouterr().err
+        assert len(err.splitlines()) == 1 and err.startswith(f"error: {name}") and why in err
         assert "a calibration of tools.calibrate" in err
     (vm.folder / "calibration.json").write_text("{")
     assert aot_tpu.main(command) == 2, "one that is there by default is not passed over"
@@ -428,12 +424,7 @@ def test_a_calibration_is_read_or_refused(tmp_path):
     path.write_text(json.dumps(good | {"format": 1}))
     with pytest.raises(InputError, match=r"against the compiler's estimate alone, .*; run tools\.calibrate again"):
         read_calibration(path)
-    for content in mutated_json(good, 200):
-        path.write_bytes(content)
-        try:
-            assert isinstance(read_calibration(path).sentence("v5e", "0.0.21"), str)
-        except InputError as error:
-            assert str(path) in str(error)
+    assert refusals(path, mutated_json(good, 200), lambda: read_calibration(path).sentence("v5e", "0.0.21")) > 50
 
 
 # ------------------------------------------------------------------------------------------------ on the CPU, whole

@@ -3,18 +3,17 @@
 import dataclasses
 import json
 import math
-import subprocess
 
 import pytest
-from processes import ROOT, run
+from processes import ROOT
+from run_files import configured
 
-from benchmarks import published
+from benchmarks import children, published
 from language.options.transformer_options import TransformerConfig
 from tpu_compiler.estimate.report import ERROR
 from tpu_compiler.module.programs import parse_question
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.hardware import parse_topology
-from tpu_utils.options.parsing import parse_command_line
 
 ROWS = published.read_rows()
 KEPT = ROOT / "benchmarks" / "published"
@@ -41,9 +40,8 @@ def test_the_error_that_a_report_prints_is_that_of_the_steps():
         return round(100 * (value - 1))
 
     generations = [name for name in ("v4", "v5e", "v5p", "v6e", "TPU7x") if name in ratios]
-    said = ", ".join(
-        f"{name} {percent(min(ratios[name])):+d} to {percent(max(ratios[name])):+d} %" for name in generations
-    )
+    spans = [[percent(end(ratios[name])) for end in (min, max)] for name in generations]
+    said = ", ".join("{} {:+d} to {:+d} %".format(name, *span) for name, span in zip(generations, spans, strict=True))
     span = f"{-percent(min(every))} % below to {percent(max(every))} % above"
     expected = f"real time of {len(every)} published steps was {span} the prediction: {said};"
     assert ERROR.startswith(expected) and len(ratios) == len(generations) >= 4
@@ -57,7 +55,7 @@ def test_a_command_parses_and_fits_its_slice(row, monkeypatch):
     devices = parse_topology(row.slice).num_devices
     assert program == "aot_tpu.py" and options[-2:] == ["--topology", row.slice]
     if target == "transformer_tpu.py":
-        config = parse_command_line(TransformerConfig, "", [*options[:-2], "--compile_for", row.slice])
+        config = configured(TransformerConfig, [*options[:-2], f"--compile_for={row.slice}"])
         data, fsdp, *others = map(int, config.mesh.split("x"))
         assert data * fsdp * math.prod(others) == devices and config.global_batch_size % (data * fsdp) == 0
         assert config.shape.sequence_length == config.sequence_length
@@ -84,13 +82,11 @@ def test_a_row_that_fails_is_said_and_the_rest_go_on(tmp_path, monkeypatch, caps
     """And a second call asks for nothing that is there."""
     commands = []
 
-    def answer(line, **_):
-        commands.append(line)
-        report = dict.fromkeys(published.KEPT, 1.0) | {"reason": "too large"}
-        output = json.dumps([report | {"compiles": "Copy" not in str(line)}])
-        return subprocess.CompletedProcess(line, 0, output, "")
+    def answer_of(*command, **_):
+        commands.append(command)
+        return [dict.fromkeys(published.KEPT, 1.0) | {"reason": "too large", "compiles": "Copy" not in str(command)}]
 
-    monkeypatch.setattr(subprocess, "run", answer)
+    monkeypatch.setattr(children, "answer_of", answer_of)
     monkeypatch.setattr(published.sys, "argv", ["published.py", "--out", str(tmp_path), "--only", "*v6e-1"])
     assert published.main() == 1
     said = capsys.readouterr()
@@ -104,14 +100,3 @@ def test_results_that_are_not_there_are_refused(monkeypatch):
     monkeypatch.setattr(published.sys, "argv", ["published.py", "--results", str(ROOT / "nowhere.json")])
     with pytest.raises(InputError, match="no such file"):
         published.main()
-
-
-@pytest.mark.exhaustive
-def test_the_cheapest_row_from_its_command_to_its_ratio(tmp_path):
-    done = run("benchmarks/published.py", "--out", tmp_path, "--only", "copy of*")
-    assert done.returncode == 0, done.stderr
-    (found,) = json.loads((tmp_path / "results.json").read_text()).values()
-    (row,) = [row for row in ROWS if row.name.startswith("copy of")]
-    assert found["fits"] and found["versions"]["libtpu"]
-    assert math.isfinite(published.ratio(row, found)) and 0.1 < published.ratio(row, found) < 10
-    assert published.as_csv(published.table([row], {row.key: found})) in done.stdout

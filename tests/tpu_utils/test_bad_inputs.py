@@ -6,17 +6,20 @@ Never another exception, never a change on disk. The examples are the same in ev
 import contextlib
 import io
 import json
+import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mutations import mutated, mutated_json
-from run_files import assert_identical, mark, reader_of, state_in, to_host
+from mutations import DEEP, mutated, mutated_json, no_hang
+from run_files import assert_identical, files_of, mark, reader_of, state_in
+from test_checkpoint import alter, as_link, truncate
 
 from config import DistributedMnistConfig, MnistConfig
 from images.arrays import check_divisible, num_steps_of
@@ -29,26 +32,13 @@ from tpu_utils.checkpoint.state import tensors_by_path
 from tpu_utils.device import random_state, set_random_state
 from tpu_utils.options.parsing import parse_command_line
 from tpu_utils.options.stored import free_on_resume
-from tpu_utils.record.metrics import DeviceMetrics
-from tpu_utils.step.optim import learning_rates, make_optimizer
+from tpu_utils.step.optim import learning_rates
 
 
 def generated(count):
     return settings(
         max_examples=count, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
     )
-
-
-def contents(folder: Path) -> dict:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def outcome(function):
-    """(what it returned, None), or (None, the message it was refused with)."""
-    try:
-        return function(), None
-    except (InputError, TrainingError) as error:
-        return None, str(error)
 
 
 def assert_clear(message: str, *names: str) -> None:
@@ -115,85 +105,76 @@ def test_command_lines(case):
     except InputError as error:
         assert_clear(str(error), *config_class.__dataclass_fields__)
         return
-    _, refused = outcome(lambda: settle(config))
-    if refused:
-        assert_clear(refused, *config_class.__dataclass_fields__, "vocabulary")
+    try:
+        settle(config)
+    except (InputError, TrainingError) as error:
+        assert_clear(str(error), *config_class.__dataclass_fields__, "vocabulary")
 
 
 # -------------------------------------------------------------------------------------------------- (b) checkpoints
 RUN = {"seed": 0, "learning_rate": 0.1, "preset": "quick_test"}
 
 
-def parts():
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 3))
-    optimizer = make_optimizer(MnistConfig(), model.parameters())
-    return model, optimizer, DeviceMetrics(["loss"], 4, torch.device("cpu"))
-
-
-def parts_of(model, optimizer, metrics, **more) -> dict:
-    named = dict(model=model.state_dict(keep_vars=True), optimizer=optimizer.state_dict(), metrics=metrics.state_dict())
-    return named | more
-
-
-def save(folder: Path, step: int, model, optimizer, metrics) -> None:
-    values = {"config": RUN, "evaluation": {"accuracy": 0.5}}
-    Checkpoints(folder, 3, run_id="ours").save(step, parts_of(model, optimizer, metrics, random=random_state()), values)
+def state(step: int) -> dict:
+    weights = {"bias": torch.full((5,), float(step)), "weight": torch.full((5, 4), step - 0.5)}
+    return {"model": weights, "optimizer": {"state": [weights]}, "random": random_state()}
 
 
 def restore(folder: Path) -> dict:
     """As Run does it. The step, the results, and every tensor by its path."""
-    checkpoints = Checkpoints(folder, 3, run_id="ours")
-    saved = reader_of(checkpoints).load_for_resume("must")
-    model, optimizer, metrics = parts()
+    reader = reader_of(Checkpoints(folder, 3, run_id="ours"))
+    saved = reader.load_for_resume("must")
     check_same_run(RUN, saved.value("config", dict), free_on_resume(MnistConfig))
-    targets = parts_of(model, optimizer, metrics, random=random_state())
-    reader_of(checkpoints).restore(saved, targets)
+    targets = state(0)
+    reader.restore(saved, targets)
     set_random_state(targets["random"])
-    return {"step": saved.step, "evaluation": saved.value("evaluation", dict), **to_host(tensors_by_path(targets))}
+    return {"step": saved.step, "evaluation": saved.value("evaluation", dict), **tensors_by_path(targets)}
 
 
 @pytest.fixture(scope="module")
 def intact(tmp_path_factory):
     """A folder with the checkpoints of steps 10 and 20, and their states."""
     folder, states = tmp_path_factory.mktemp("intact"), {}
-    model, optimizer, metrics = parts()
     for step in (10, 20):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(step)
-        save(folder, step, model, optimizer, metrics)
-        states[step] = state_in(folder / f"step_{step:08d}")
+        values = {"config": RUN, "evaluation": {"accuracy": 0.5}}
+        at = Checkpoints(folder, 3, run_id="ours").save(step, state(step), values)
+        states[step] = state_in(at)
     return folder, states
 
 
-def damages(folder: Path) -> Iterator[tuple[str, bytes | None]]:
-    """(file, what it holds instead) of a checkpoint; None: it is missing."""
+def as_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def damages(folder: Path) -> Iterator[tuple[str, Callable[[Path], None]]]:
+    """(file of a checkpoint, what makes a damaged one of it)."""
     for seed, name in enumerate(("state.safetensors", "state.json", "done")):
         content = (folder / name).read_bytes()
-        yield name, None
-        yield from ((name, damaged) for damaged in mutated(content, 25, seed))
+        yield from ((name, damage) for damage in (Path.unlink, as_fifo, as_link, truncate, alter))
+        contents = list(mutated(content, 25, seed))
         if name != "state.safetensors":
-            yield from ((name, damaged) for damaged in mutated_json(json.loads(content), 50, seed))
+            contents += [*mutated_json(json.loads(content), 50, seed), b"[]", b"{}", DEEP.encode()]
+        yield from ((name, partial(Path.write_bytes, data=damaged)) for damaged in contents)
 
 
 def test_checkpoints(intact, tmp_path):
     """Every second time both of a run. The marker fits a damaged index, as anyone can write it."""
     original, states = intact
-    for number, (name, content) in enumerate(damages(original / "step_00000020")):
+    for number, (name, damage) in enumerate(damages(original / "step_00000020")):
         folder = Path(shutil.copytree(original, tmp_path / str(number)))
         for step in (10, 20) if number % 2 else (20,):
             at = folder / f"step_{step:08d}"
-            (at / name).unlink() if content is None else (at / name).write_bytes(content)
-            if name == "state.json":
+            damage(at / name)
+            if name == "state.json" and isinstance(damage, partial):
                 mark(at)
-        before, warnings = contents(folder), io.StringIO()
-        with contextlib.redirect_stderr(warnings):
-            found, refused = outcome(lambda folder=folder: restore(folder))
-        assert contents(folder) == before, "a refused or resumed checkpoint is left as it is"
-        if refused:
-            assert_clear(refused, "step_000000", "checkpoint", "this is not the run")
-        else:
+        before, warnings = files_of(folder), io.StringIO()
+        try:
+            with no_hang(), contextlib.redirect_stderr(warnings):
+                found = restore(folder)
             assert_identical(found, states[found["step"]] | {"evaluation": found["evaluation"]})
             if found["step"] == 10:
-                assert content is None or "step_00000020" in warnings.getvalue(), "what was passed over is named"
+                assert damage is Path.unlink or "step_00000020" in warnings.getvalue(), "what was passed over is named"
+        except (InputError, TrainingError) as error:
+            assert_clear(str(error), "step_000000", "checkpoint", "this is not the run")
+        assert files_of(folder) == before, "a refused or resumed checkpoint is left as it is"

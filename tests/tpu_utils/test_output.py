@@ -14,29 +14,20 @@ from run_files import TINY, read_lines, summary_in
 
 from tpu_utils.base.errors import run_script
 
-# python -c BREAK HOW NUMBERS OPTIONS...: simple_mnist_tpu.py with these descriptors broken before its first line
+# python -c BREAK HOW NUMBERS OPTIONS...: simple_mnist_tpu.py with these descriptors broken before its first line, or
+# with its own terminal or pipe at the path HOW
 BREAK = """
 import os, pty, runpy, sys
 how, numbers = sys.argv[1], map(int, sys.argv[2].split(","))
-if how == "full disk":
-    mine = os.open("/dev/full", os.O_WRONLY)
+if how.startswith("/"):
+    os.setsid()  # the first terminal that a session opens to read and write is its own
+    mine = os.open(how, os.O_RDWR if how.startswith("/dev/pts") else os.O_WRONLY)
 else:
     other, mine = os.pipe() if how == "no reader" else pty.openpty()
     os.close(other)
 for number in numbers:
     os.dup2(mine, number)
 sys.argv = ["simple_mnist_tpu.py", *sys.argv[3:]]
-sys.path.insert(0, os.getcwd())
-runpy.run_path("simple_mnist_tpu.py", run_name="__main__")
-"""
-# python -c TERMINAL PATH OPTIONS...: simple_mnist_tpu.py in a session of its own, with the terminal at PATH
-TERMINAL = """
-import os, runpy, sys
-os.setsid()
-terminal = os.open(sys.argv[1], os.O_RDWR)  # the first terminal that a session opens is its own
-for number in range(3):
-    os.dup2(terminal, number)
-sys.argv = ["simple_mnist_tpu.py", *sys.argv[2:]]
 sys.path.insert(0, os.getcwd())
 runpy.run_path("simple_mnist_tpu.py", run_name="__main__")
 """
@@ -48,7 +39,7 @@ def assert_whole(run_dir):
     assert summary_in(run_dir)["steps"] == 22 and (run_dir / "checkpoints" / "step_00000022" / "done").exists()
 
 
-@pytest.mark.parametrize("how", ["full disk", "no reader", "closed terminal"])
+@pytest.mark.parametrize("how", ["/dev/full", "closed terminal"])
 def test_a_run_whose_output_nobody_takes_ends_as_ever(tmp_path, how):
     run_dir = tmp_path / "run"
     done = run("-c", BREAK, how, "1", *TINY, "--run_dir", run_dir)
@@ -59,15 +50,14 @@ def test_a_run_whose_output_nobody_takes_ends_as_ever(tmp_path, how):
 def test_a_reader_that_goes_away_in_the_middle_ends_no_run(tmp_path):
     """As `| head -1` does."""
     os.mkfifo(tmp_path / "pipe")
-    into = f"import os\nos.dup2(os.open({str(tmp_path / 'pipe')!r}, os.O_WRONLY), 1)"
-    script = start("-c", into + BREAK, "full disk", "2", *TINY, "--run_dir", tmp_path / "run")
+    script = start("-c", BREAK, tmp_path / "pipe", "1", *TINY, "--run_dir", tmp_path / "run")
     with (tmp_path / "pipe").open() as reader:
         assert reader.readline().startswith("device ")
     assert script.wait() == 0
     assert_whole(tmp_path / "run")
 
 
-@pytest.mark.parametrize("how", ["full disk", "no reader", "closed terminal"])
+@pytest.mark.parametrize("how", ["/dev/full", "no reader", "closed terminal"])
 def test_an_error_that_nobody_can_read_keeps_its_exit_code(tmp_path, how):
     (tmp_path / "config.json").write_text("{}")
     assert run("-c", BREAK, how, "1,2", *TINY, "--run_dir", tmp_path).returncode == 2
@@ -94,32 +84,24 @@ def tool(output: int, encoding="utf-8", **options) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-@pytest.fixture
-def without_reader():
+@pytest.mark.parametrize("answers", [False, True])
+@pytest.mark.parametrize("to", ["no reader", "full disk", "full pipe"])
+def test_output_that_is_lost_is_no_error_but_an_answer_that_the_disk_does_not_take(to, answers):
+    """Who reads a part has what he wants."""
     reader, output = os.pipe()
-    os.close(reader)
-    yield output
+    if to == "no reader":
+        os.close(reader)
+    elif to == "full disk":
+        output = os.open("/dev/full", os.O_WRONLY)
+    else:
+        os.set_blocking(output, False)
+        os.write(output, b"." * 2**20)  # as much as goes in
+    code, said = tool(output, answers=answers)
+    if to == "full disk" and answers:
+        assert code == 1 and said.startswith("error: [Errno 28] No space left on device; make room there"), said
+    else:
+        assert (code, said) == (0, "")
     os.close(output)
-
-
-@pytest.fixture
-def full_disk():
-    output = os.open("/dev/full", os.O_WRONLY)
-    yield output
-    os.close(output)
-
-
-def test_the_interpreters_end_has_nothing_to_complain_about(without_reader, full_disk):
-    assert tool(without_reader) == (0, "")
-    assert tool(full_disk) == (0, "")
-
-
-def test_a_reader_that_does_not_keep_up_with_an_output_that_does_not_wait():
-    reader, output = os.pipe()
-    os.set_blocking(output, False)
-    os.write(output, b"." * 2**20)  # as much as goes in
-    assert tool(output) == (0, "")
-    os.close(reader), os.close(output)
 
 
 def test_what_the_terminal_cannot_show_is_shown_escaped():
@@ -130,17 +112,10 @@ def test_what_the_terminal_cannot_show_is_shown_escaped():
     os.close(reader), os.close(output)
 
 
-def test_a_tool_whose_answer_is_what_it_prints_says_that_the_disk_is_full(without_reader, full_disk):
-    code, said = tool(full_disk, answers=True)
-    assert code == 1 and said.startswith("error: [Errno 28] No space left on device; make room there"), said
-    assert tool(without_reader, answers=True) == (0, ""), "who reads a part has what he wants"
-
-
 def test_a_lost_terminal_stops_a_run_saved(tmp_path):
     run_dir = tmp_path / "run"
     ours, theirs = pty.openpty()
-    options = [*TINY, "--num_epochs=500", "--run_dir", run_dir]
-    script = start("-c", TERMINAL, os.ttyname(theirs), *options)
+    script = start("-c", BREAK, os.ttyname(theirs), "0,1,2", *TINY, "--num_epochs=500", "--run_dir", run_dir)
     shown = b""
 
     def at_step_3():

@@ -8,12 +8,11 @@ import time
 import pytest
 from metadata_server import etag, metadata_server
 from processes import free_port, run, start, waits
-from run_files import TINY, in_process, read_lines, summary_in
+from run_files import TINY, in_process, read_lines, saved_steps, summary_in
 
 import simple_mnist_tpu
 import tpu_utils.device
 from tpu_utils.checkpoint.loading import CheckpointReader
-from tpu_utils.checkpoint.saved import read_checkpoint
 from tpu_utils.device import StopRequest
 
 
@@ -69,28 +68,6 @@ def test_a_second_signal_stops_at_once_when_it_is_no_echo_of_the_first(signals, 
         assert (done.returncode, done.stdout) == (0, f"{int(signals[0][1])}\n"), done.stderr
 
 
-ECHO = """
-import signal, sys, types
-import simple_mnist_tpu, tpu_utils.device
-from config import MnistConfig
-from tpu_utils.options.parsing import parse_command_line
-evaluate = simple_mnist_tpu.evaluate
-def signalled(model, batches, run):
-    for _ in range(2 if getattr(run, "_step", 0) else 0):  # not while it is tried before step 1
-        signal.raise_signal(signal.SIGTERM)
-    return evaluate(model, batches, run)
-simple_mnist_tpu.evaluate = signalled
-tpu_utils.device.time = types.SimpleNamespace(monotonic=lambda: 7.0)
-sys.exit(simple_mnist_tpu.train(parse_command_line(MnistConfig, "", sys.argv[1:])))
-"""
-
-
-def test_a_signal_that_comes_twice_at_once_saves(tmp_path):
-    done = run("-c", ECHO, *TINY, "--num_epochs=2", "--run_dir", tmp_path / "run")
-    assert done.returncode == 143 and "saved after step 22" in done.stdout, done.stderr
-    assert (tmp_path / "run" / "checkpoints" / "step_00000022" / "done").exists()
-
-
 @pytest.fixture
 def metadata(monkeypatch):
     with metadata_server(maintenance_event="NONE", preempted="FALSE") as server:
@@ -100,37 +77,33 @@ def metadata(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "key, value",
+    "key, before, notice",
     [
-        ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE"),
-        ("maintenance-event", "MIGRATE_ON_HOST_MAINTENANCE"),
-        ("preempted", "TRUE"),
+        ("maintenance-event", "NONE", "TERMINATE_ON_HOST_MAINTENANCE"),
+        ("maintenance-event", "NONE", "MIGRATE_ON_HOST_MAINTENANCE"),
+        ("preempted", "FALSE", "TRUE"),
     ],
 )
-def test_a_notice_asks_to_stop_like_sigterm(metadata, stop, capsys, key, value):
+def test_a_notice_asks_to_stop_like_sigterm(metadata, stop, capsys, key, before, notice):
     stop.watch_metadata()
     assert waits(lambda: len([options for _, options in metadata.asked if options]) == 2), "one waits for each key"
     assert stop.signal is None
-    metadata.set(key, value)
+    metadata.set(key, notice)
     assert waits(lambda: stop.signal) == signal.SIGTERM
-    assert f"{key} = {value}: stopping at the next step boundary" in capsys.readouterr().out
-    asked = [options for name, options in metadata.asked if name == key]
-    assert (
-        asked[0] == {}
-        and asked[1]["wait_for_change"] == "true"
-        and asked[1]["last_etag"] == etag("NONE" if key == "maintenance-event" else "FALSE")
-    )
+    assert f"{key} = {notice}: stopping at the next step boundary" in capsys.readouterr().out
+    first, second, *_ = [options for name, options in metadata.asked if name == key]
+    assert first == {} and (second["wait_for_change"], second["last_etag"]) == ("true", etag(before))
 
 
 def test_a_run_under_a_notice_saves_says_so_and_ends_with_143(metadata, tmp_path, capsys, monkeypatch):
-    batches_of, requests = simple_mnist_tpu.TrainBatches, []
+    requests = []
 
     class Kept(StopRequest):
         def __init__(self):
             super().__init__()
             requests.append(self)
 
-    class Announced(batches_of):
+    class Announced(simple_mnist_tpu.TrainBatches):
         def batch(self, step):
             if step == 6:
                 metadata.set("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE")
@@ -144,32 +117,26 @@ def test_a_run_under_a_notice_saves_says_so_and_ends_with_143(metadata, tmp_path
     out = capsys.readouterr().out
     assert "stopped by maintenance notice maintenance-event = TERMINATE_ON_HOST_MAINTENANCE, saved after step" in out
     assert f"repeat the command with --run_dir {run_dir} --resume must" in out
-    (saved,) = (run_dir / "checkpoints").iterdir()
-    assert 0 < read_checkpoint(saved).step < 22
+    (saved,) = saved_steps(run_dir)
+    assert 0 < saved < 22
 
 
-@pytest.mark.parametrize("host", ["localhost:1", "no.such.host.invalid"])
-def test_no_metadata_server_no_effect_no_noise(monkeypatch, stop, capfd, host):
-    monkeypatch.setenv("GCE_METADATA_HOST", host)
+@pytest.mark.parametrize("host", ["localhost:1", "no.such.host.invalid", "a portal", "none"])
+def test_no_metadata_server_no_effect_no_noise(metadata, monkeypatch, stop, capfd, host):
+    """A portal answers every address with a page of its own. Without TPU and variable nobody is asked."""
+    before = threading.active_count()
+    if host == "a portal":
+        metadata.flavor = "portal"
+        metadata.pages = {"maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE", "preempted": "TRUE"}
+    elif host == "none":
+        monkeypatch.delenv("GCE_METADATA_HOST")
+    else:
+        monkeypatch.setenv("GCE_METADATA_HOST", host)
     stop.watch_metadata()
-    time.sleep(0.5)
-    assert stop.signal is None and capfd.readouterr() == ("", "")
-
-
-def test_an_answer_that_is_not_googles_is_no_notice(metadata, stop, capfd):
-    """A portal that answers every address with a page of its own."""
-    metadata.values = {"maintenance-event": "TRUE", "preempted": "<html>"}
-    stop.watch_metadata()
-    assert waits(lambda: len(metadata.asked) >= 2)
+    assert (threading.active_count() == before) == (host == "none")
+    waits(lambda: host != "a portal" or len(metadata.asked) >= 2)
     time.sleep(0.2)
     assert stop.signal is None and capfd.readouterr() == ("", "")
-
-
-def test_without_tpu_and_variable_nobody_asks(monkeypatch, stop):
-    monkeypatch.delenv("GCE_METADATA_HOST", raising=False)
-    before = threading.active_count()
-    stop.watch_metadata()
-    assert threading.active_count() == before
 
 
 def test_a_stop_before_the_first_step_compiles_nothing_and_tells_how_to_go_on(tmp_path, capsys, monkeypatch):

@@ -102,9 +102,7 @@ def _pins() -> list[str]:
 
 def index_says(folder: Path) -> str:
     """A sentence: whether the package index has a newer libtpu than the pinned one. The environment's pip asks it."""
-    command = [str(folder / "bin" / "python"), "-m", "pip", "index", "versions", "libtpu", "--no-input"]
-    said = subprocess.run([*command, "--disable-pip-version-check"], capture_output=True, text=True).stdout
-    newest = re.match(r"libtpu \(([\w.]+)\)", said)
+    newest = re.match(r"libtpu \(([\w.]+)\)", _pip(folder, "index", "versions", "libtpu").stdout)
     date = re.search(r"\d{4}-\d\d-\d\d", REQUIREMENTS.read_text())
     pinned = f"{_pins()[-1]} of {REQUIREMENTS.name} was the newest on the package index on {date and date[0]}"
     if not newest:
@@ -114,18 +112,14 @@ def index_says(folder: Path) -> str:
     return f"{pinned}; the newest now is {newest[1]}, not tried: pinned there, the slow tests try it"
 
 
+def _pip(folder: Path, *words: str) -> subprocess.CompletedProcess:
+    command = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input", *words]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
 def _install(folder: Path) -> None:
     venv.create(folder, with_pip=True)
-    command = [
-        str(folder / "bin" / "python"),
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--disable-pip-version-check",
-        "--no-input",
-    ]
-    done = subprocess.run([*command, "-r", str(REQUIREMENTS)], capture_output=True, text=True)
+    done = _pip(folder, "install", "-q", "-r", str(REQUIREMENTS))
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [done.stderr.strip()[-300:]]
         raise NewestError(f"--compiler newest: pip cannot install {REQUIREMENTS.name}: {said[-1]}")

@@ -141,6 +141,10 @@ class Peers:
         """The largest value that any process gave."""
         return value
 
+    def on_all(self, action: Callable[[], None]) -> None:
+        """Do this on every process. Raises on all of them what fails on one: nobody waits for another."""
+        action()
+
     def from_first(self, function: Callable[[], Any]) -> Any:
         """Broadcast: only the first process calls function; all return its result, of JSON, or raise its exception."""
         return function()

@@ -119,7 +119,7 @@ class Checkpoints:
             self._peers.from_first(lambda: self._check_space(step, num_bytes(tensors)))
         copy = copy_to_host(step, tensors, values or {}, first=self._marks)
         if self._own_disk:  # each process writes its own part there
-            self._check_own_space(copy)
+            self._peers.on_all(lambda: self._check_space(step, self._room_for(copy)))
         copy.best = best
         copy.wait_seconds = time.perf_counter() - started
         return copy
@@ -163,11 +163,6 @@ class Checkpoints:
                 f"checkpoint of step {step} needs {needed / 2**20:,.0f} MiB, but {room(folder)} at "
                 f"{folder}; nothing was written, the checkpoints of steps {self.steps()} are intact; {self.no_room}"
             )
-
-    def _check_own_space(self, copy: HostCopy) -> None:
-        from tpu_utils.checkpoint.sharded_tensors import raise_on_all  # only here, as below
-
-        raise_on_all(self._peers, lambda: self._check_space(copy.step, self._room_for(copy)))
 
     def _room_for(self, copy: HostCopy) -> int:
         """Bytes that this process is to write."""

@@ -14,7 +14,6 @@ import secrets
 import shutil
 import stat
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,24 +49,25 @@ class MemoryCheckpoints(Checkpoints):
         """
         super().__init__(memory_folder(run_dir, memory_dir), 1, disk._peers)
         self._disk, self._own_disk = disk, True
-        problem, place = None, None
-        try:
-            found = Path(memory_dir).stat()
-            check_private(self.folder)
-            self.folder.mkdir(mode=0o700, exist_ok=True)
-            check_private(self.folder)  # another user may have been first; from here on it is ours
-            place = [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), found.st_dev, found.st_ino]
-        except InputError as error:
-            problem = str(error)
-        except OSError as error:
-            problem = f"memory_dir {memory_dir}: {error.strerror}; expected a folder that is in memory, as /dev/shm is"
-        places = self._peers.gather([problem, place])
-        for said, _ in places:
-            if said:
-                raise InputError(said)
+
+        def make() -> None:
+            try:
+                Path(memory_dir).stat()
+                check_private(self.folder)
+                self.folder.mkdir(mode=0o700, exist_ok=True)
+                check_private(self.folder)  # another user may have been first; from here on it is ours
+            except OSError as error:
+                raise InputError(
+                    f"memory_dir {memory_dir}: {error.strerror}; expected a folder that is in memory, as /dev/shm is"
+                ) from error
+
+        self._peers.on_all(make)
+        found = Path(memory_dir).stat()
+        place = [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), found.st_dev, found.st_ino]
+        places = self._peers.gather(place)
         if (kind := kind_of_files(Path(memory_dir))) not in IN_MEMORY and self._peers.index == 0:
             print(f"warning: memory_dir {memory_dir} is on {kind}, which is not in memory", file=sys.stderr)
-        self._marks = places.index([None, place]) == self._peers.index  # the first process of this machine
+        self._marks = places.index(place) == self._peers.index  # the first process of this machine
         self._others_have_own = all(places.count(one) == 1 for one in places) and len(places) > 1
         self._ring: tuple[Link, Link] | None = None
         self.token = self._peers.from_first(lambda: secrets.token_hex(8))
@@ -110,14 +110,14 @@ class MemoryCheckpoints(Checkpoints):
         peers = self._peers_of_thread if copy.sharded else Peers()
         aside, own = self.folder / f".writing_{copy.step:08d}", None
         try:
-            agree(peers, lambda: self._make(aside, copy) if self._marks else None)
+            peers.on_all(lambda: self._make(aside, copy) if self._marks else None)
             if copy.sharded:
                 own = write_shards(copy, aside, self.path(copy.step), self._peers.index, self._mirror)
             written = peers.gather(own) if copy.sharded else []
             if problems := [one["problem"] for one in written if "problem" in one]:
                 raise OSError("; ".join(problems))
             if copy.sharded and self._others_have_own:
-                agree(peers, lambda: self._exchange(aside, written))
+                peers.on_all(lambda: self._exchange(aside, written))
             if self._marks:
                 elsewhere = {one["name"]: one["sums"]["bytes"] for one in written}
                 self._finish(copy, aside, written, elsewhere if self._others_have_own else {})
@@ -250,8 +250,8 @@ class MemoryCheckpoints(Checkpoints):
                     mirror.put(folder / path.name)
 
         try:
-            agree(self._peers, make)
-            agree(self._peers, put)
+            self._peers.on_all(make)
+            self._peers.on_all(put)
         except OSError as error:
             raise SaveError(f"the checkpoint of step {step}, in memory, could not be put on disk: {error}") from error
 
@@ -294,17 +294,6 @@ def former_memory_dir(run_dir: Path) -> str:
     except InputError:  # absent, or damaged: it is written again
         return ""
     return found if isinstance(found, str) else ""
-
-
-def agree(peers: Peers, action: Callable[[], None]) -> None:
-    """Do this on all processes. Raises OSError on all of them where it fails on one: nobody waits for another."""
-    problem = None
-    try:
-        action()
-    except (OSError, ValueError, SaveError) as error:
-        problem = f"process {peers.index}: {error}" if peers.count > 1 else str(error)
-    if said := [one for one in peers.gather(problem) if one]:
-        raise OSError("; ".join(said))
 
 
 def _givers(held: list[dict[str, Any]]) -> dict[str, int] | None:

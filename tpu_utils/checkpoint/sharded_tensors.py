@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tpu_utils import device
-from tpu_utils.base.errors import SaveError
-from tpu_utils.base.process import Peers
 from tpu_utils.checkpoint.state import Entry, HostCopy, write_tensors
 
 if TYPE_CHECKING:
@@ -38,17 +36,6 @@ def shards_of(copy: HostCopy) -> dict[str, torch.Tensor]:
     """The tensors in this process's file of shards."""
     found = ((path, offsets, shard) for path, shards in copy.shards.items() for offsets, shard in shards.items())
     return {shard_name(path, offsets): shard for path, offsets, shard in found}
-
-
-def raise_on_all(peers: Peers, check: Callable[[], None]) -> None:
-    """Raises SaveError on all processes where check() does on one of them."""
-    problem = None
-    try:
-        check()
-    except SaveError as error:
-        problem = str(error)
-    for said in filter(None, peers.gather(problem)):
-        raise SaveError(str(said))
 
 
 def own_shards(shards: list) -> dict[tuple[int, ...], torch.Tensor]:

@@ -167,6 +167,12 @@ def _own_command() -> str:
     return f"cd {shlex.quote(str(folder))} && {shlex.join([str(python), *sys.argv])}"
 
 
+def _own_error(name: Any) -> type[Exception] | None:
+    """The class of this name in errors.py. None for all else that another process may say."""
+    kind = getattr(errors, str(name), None)
+    return kind if isinstance(kind, type) and issubclass(kind, InputError | TrainingError) else None
+
+
 class LinkedPeers(Peers):
     """Several processes, which agree through the hosts' network and never through the devices."""
 
@@ -239,6 +245,15 @@ class LinkedPeers(Peers):
             raise WireError(f"the processes gave {values}, expected integers")
         return max(values)
 
+    def on_all(self, action: Callable[[], None]) -> None:
+        problem = None
+        try:
+            action()
+        except (InputError, TrainingError, OSError, ValueError) as error:
+            problem = [type(error).__name__, f"process {self.index}: {error}"]
+        for name, message in filter(None, self.gather(problem)):
+            raise (_own_error(name) or OSError)(str(message))
+
     def from_first(self, function: Callable[[], Any]) -> Any:
         if self.index == 0:
             try:
@@ -251,8 +266,7 @@ class LinkedPeers(Peers):
         if type(outcome) is dict and outcome.keys() == {"value"}:
             return outcome["value"]
         if type(outcome) is dict and outcome.keys() == {"error", "message"}:
-            kind = getattr(errors, str(outcome["error"]), None)
-            if isinstance(kind, type) and issubclass(kind, InputError | TrainingError):
+            if kind := _own_error(outcome["error"]):
                 raise kind(str(outcome["message"]))
             raise TrainingError(f"process 0: {outcome['error']}: {outcome['message']}")
         raise WireError("process 0 gave neither a value nor an error")

@@ -95,9 +95,7 @@ class Mirror:
             own = working_folder(self._url)
             self.folder = own.with_name(f"{own.name}_process_{peers.index}")
         peers.from_first(lambda: self._begin(resume))
-        for problem in peers.gather(self._begin_other() if peers.index else None):
-            if problem:
-                raise (PassingError if problem["passing"] else InputError)(str(problem["text"]))
+        peers.on_all(lambda: self._begin("never") if peers.index else None)
 
     def _begin(self, resume: str) -> None:
         with named_errors("run_dir {} cannot be used", self._url):
@@ -108,14 +106,6 @@ class Mirror:
             self._empty_and_fetch(there if resume != "never" else {})
             if self._index:
                 try_rights(self._bucket, f"{self._prefix}writable_{self._index}")
-
-    def _begin_other(self) -> dict[str, Any] | None:
-        """Begin without fetching, on any process but the first. Returns what is wrong, for all processes to hear."""
-        try:
-            self._begin("never")
-        except (InputError, PassingError) as error:
-            return {"passing": isinstance(error, PassingError), "text": f"process {self._index}: {error}"}
-        return None
 
     def _empty_and_fetch(self, there: dict[str, Any]) -> None:
         for path in self.folder.iterdir():

@@ -1,11 +1,17 @@
 """A loop inside the graph: what it gives, and what it refuses."""
 
+import dataclasses
+import re
+
 import pytest
 import torch
 import torch_xla
 from processes import run
+from test_llama_parity import QWEN3
 
+from language.models.llama import Llama
 from language.xla.loops import loop_in_graph
+from language.xla.saved_activations import LEVELS, LayerExecution
 from tpu_utils.base.errors import InputError
 
 
@@ -15,6 +21,30 @@ def test_the_last_carry_and_the_outputs_of_each_turn():
         add = lambda carry, row: ([carry[0] + row[0].sum(), carry[1]], [row[0].cumsum(0) + carry[0]])  # noqa: E731
         (total, two), (sums,) = loop_in_graph(add, [x[0, 0], x[1, 0]], [x], reverse)
         assert (total.item(), two.item()) == (15, 2) and sums.flatten().tolist() == expected
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_outputs_take_the_place_of_rows_whose_turn_is_over(reverse):
+    x = torch.arange(6.0).view(3, 2).to(torch_xla.device())
+    step = lambda carry, rows: ([carry[0] + rows[1].sum()], [rows[0] + carry[0], 2 * rows[1]])  # noqa: E731
+    fresh = loop_in_graph(step, [x[0, 0]], [x, x + 1], reverse)
+    (total,), found = loop_in_graph(step, [x[0, 0]], [x, x + 1], reverse, over=[0, 1])
+    assert total.item() == fresh[0][0].item() == 21 and x.flatten().tolist() == [0, 1, 2, 3, 4, 5]
+    for here, there in zip(found, fresh[1], strict=True):
+        assert torch.equal(here.cpu(), there.cpu())
+
+
+def test_the_gradients_of_a_scanned_stack_lie_where_its_weights_lay():
+    """Else weights and gradients of all layers are in memory at once: 1.6 of 30 GiB of a Llama 3 8B on 8 chips."""
+    shape = dataclasses.replace(QWEN3, num_layers=5, sequence_length=16)
+    model = Llama(shape, execution=LayerExecution(LEVELS["inputs"], scan=True))
+    model.initialise(0)
+    model, tokens = model.to(torch_xla.device()), torch.zeros(2, 16, dtype=torch.int32).to(torch_xla.device())
+    model(tokens).logits.sum().backward()
+    text = torch_xla._XLAC._get_xla_tensors_hlo([parameter.grad for parameter in model.parameters()])
+    torch_xla._XLAC._clear_pending_irs(str(torch_xla.device()))
+    loops = [re.match(r".* = \((.*?)\) while\(", line)[1] for line in text.splitlines() if " while(" in line]
+    assert [loop.count("f32[5,2,160,64]") for loop in loops] == [1, 1]  # gate_up_weight, forward and backward
 
 
 def test_random_numbers_of_a_loop_are_refused():

@@ -12,9 +12,10 @@ from types import SimpleNamespace
 import pytest
 from processes import ROOT, run
 from reports import a_report
+from test_aot_tpu import compiled
 
 import aot_tpu
-from tpu_compiler.compile import newest
+from tpu_compiler.compile import compiling, newest
 from tpu_compiler.decide import search
 from tpu_compiler.estimate import reading, schedule
 from tpu_compiler.estimate.report import Report, format_report, format_table
@@ -60,16 +61,6 @@ def traced(most, *arguments):
         return Path(file.name).read_bytes(), done.stdout.splitlines()[-1]
 
 
-def asked(*arguments, **variables):
-    """What a compile leaves: {"report.json": Report, "program.txt": ..., "traced.hlo.pb": ..., "inputs.json": ...}."""
-    with tempfile.TemporaryDirectory() as folder:
-        done = run(*arguments, AOT_TPU_OUTPUT=folder, **variables)
-        assert Path(folder, "report.json").exists(), done.stderr
-        files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
-    files["report.json"] = Report(**json.loads(files["report.json"]))
-    return files
-
-
 # ------------------------------------------------------------------------------------------------- devices of a slice
 @pytest.mark.parametrize(
     "script, options",
@@ -85,6 +76,11 @@ def test_eight_virtual_devices_trace_the_program_of_as_many_as_there_are(script,
     (real, inputs), (few, same) = (traced(most, script, *options, "--compile_for", "v5e:8x8") for most in (64, 8))
     assert real and real == few and inputs == same
     assert inputs.endswith("1 64" if "ddp" in (script.stem + " ".join(options)) else "64 1")
+    if "--remat" in options:  # what a backward pass computes again stands under its lines, one in Python under its own
+        again = rb"llama\.py_\d+ %bin <Llama backward>"
+        written = rb"flash_attention\.py_\d+ in <Llama backward backward>"
+        for scope in (again % b"", again % b"backward ", written):
+            assert re.search(scope, real), scope
 
 
 def test_a_ddp_step_with_two_backward_passes_is_traced_for_a_slice(tmp_path):
@@ -106,7 +102,7 @@ def test_a_ddp_step_with_two_backward_passes_is_traced_for_a_slice(tmp_path):
 def test_a_slice_of_512_devices_and_what_goes_between_its_two_halves():
     """Without --shard_parameters gradients alone are exchanged: within a slice, then a part of them with the other."""
     options = ("--placeholders", "--global_batch_size", "512", "--compile_for", "2xv5litepod-256")
-    files = asked(TINY, *options)
+    files = compiled(TINY, *options)
     r = files["report.json"]
     assert (r.devices, r.program, r.fits) == (512, "SPMD over 512 devices", True)
     gradients = 8 * 128 * 128 * 4 + 5 * 128 * 4
@@ -121,63 +117,62 @@ def test_a_slice_of_512_devices_and_what_goes_between_its_two_halves():
     assert "speed is not published: give it with --dcn_gb_per_s" in format_report(unknown)
 
 
-def send(kind, target, shape="f32[128,32]{1,0}"):
+@pytest.mark.parametrize(
+    "kind, target, share",
+    [
+        ("ALL_REDUCE", '"{1,2,3,4}x{0:3}"', 1.5),
+        ("ALL_GATHER", "{{100000,200000},{100001,200001}}", 1.0),
+        ("REDUCE_SCATTER", '"{1:4}x{0:3}"', 0.75),
+        ("ONE_TO_ONE", '"{1,2}x{0:3}"', 1.0),
+    ],
+)
+def test_what_a_device_sends_to_other_slices(kind, target, share):
+    """Forms of the compiler's text for four slices: all of them, pairs of devices, ranges."""
     attributes = f'_xla_megascale_target={target},_xla_megascale_transfer_type="{kind}"'
     line = f"send(%x, %t), channel_id=1, is_host_transfer=true, frontend_attributes={{{attributes}}}"
-    return f"  %s.{kind} = ({shape}, u32[], token[]) {line}\n"
-
-
-def test_what_a_device_sends_to_other_slices():
-    """Forms of the compiler's text for four slices: all of them, pairs of devices, ranges."""
-    kinds = [("ALL_REDUCE", '"{1,2,3,4}x{0:3}"'), ("ALL_GATHER", "{{100000,200000},{100001,200001}}")]
-    kinds += [("REDUCE_SCATTER", '"{1:4}x{0:3}"'), ("ONE_TO_ONE", '"{1,2}x{0:3}"')]
-    text = "ENTRY %main (x: f32[]) -> f32[] {\n" + "".join(send(*kind) for kind in kinds) + "}\n"
-    text += "%unused (x: f32[]) -> f32[] {\n" + send("ALL_GATHER", '"{1,2}x{0:3}"') + "}\n"
-    found = reading.read_slice_transfers(reading.parse_program(text), num_slices=4)
-    sizes = {"all-reduce": 1.5, "all-gather": 1.0, "reduce-scatter": 0.75, "one-to-one": 1.0}
+    body = f" (x: f32[]) -> f32[] {{\n  %s = (f32[128,32]{{1,0}}, u32[], token[]) {line}\n}}\n"
+    found = reading.read_slice_transfers(reading.parse_program(f"ENTRY %main{body}%unused{body}"), num_slices=4)
     size = 128 * 32 * 4
-    assert found == {name: {"count": 1, "bytes": size, "sent_bytes": share * size} for name, share in sizes.items()}
+    assert found == {kind.lower().replace("_", "-"): {"count": 1, "bytes": size, "sent_bytes": share * size}}
 
 
-def test_what_the_newest_compiler_gives_to_the_sparse_core_is_read():
+SPARSE_CORE = """
+%called (p: bf16[4096,1024]) -> bf16[32768,1024] {
+  %p = bf16[4096,1024]{1,0} parameter(0)
+  ROOT %g = bf16[32768,1024]{1,0} all-gather(%p), replica_groups=mesh['a'=2,'b'=8,'c'=3] {'a','b':(2)4}, dimensions={0}
+}, execution_thread="sparsecore"
+%async_computation (q: bf16[4096,1024]) -> bf16[32768,1024] {
+  %q = bf16[4096,1024]{1,0} parameter(0)
+  ROOT %c = bf16[32768,1024]{1,0} custom-call(%q), custom_call_target="TODO(b/1)", called_computations={%called}
+}, execution_thread="sparsecore"
+ENTRY %main (x: bf16[4096,1024]) -> bf16[32768,1024] {
+  %x = bf16[4096,1024]{1,0} parameter(0)
+  %call-start = ((), (), (s32[8192]{0:T(1024)})) async-start(), calls=%async_computation
+  %before = f32[8192]{0} fusion(%x), kind=kLoop, calls=%f, backend_config={"estimated_cycles":"2000000"}
+  %call-update = ((bf16[4096,1024]{1,0}), bf16[32768,1024]{1,0}, ()) async-update(%call-start, %x)
+  %beside = f32[8192]{0} fusion(%x), kind=kLoop, calls=%f, backend_config={"estimated_cycles":"BESIDE"}
+  ROOT %call-done = bf16[32768,1024]{1,0} async-done(%call-update)
+}
+"""
+
+
+@pytest.mark.parametrize("beside, counted, waits", [(0, 0, True), (2 * 10**6, 2 * 10**6, False), (2**63 - 1, 0, True)])
+def test_what_the_newest_compiler_gives_to_the_sparse_core_is_read(beside, counted, waits):
     """Its text for TPU7x: a collective in a custom call of another core, which begins when an update brings the data;
     groups as axes of a mesh; and the largest number where there is no estimate."""
-    group = "replica_groups=mesh['a'=2,'b'=8,'c'=3] {'a','b':(2)4}"
-    cycles = 'backend_config={"estimated_cycles":"%s"}'
-    text = f"""
-%called (p: bf16[4096,1024]) -> bf16[32768,1024] {{
-  %p = bf16[4096,1024]{{1,0}} parameter(0)
-  ROOT %g = bf16[32768,1024]{{1,0}} all-gather(%p), channel_id=2, {group}, dimensions={{0}}
-}}, execution_thread="sparsecore"
-%async_computation (q: bf16[4096,1024]) -> bf16[32768,1024] {{
-  %q = bf16[4096,1024]{{1,0}} parameter(0)
-  ROOT %c = bf16[32768,1024]{{1,0}} custom-call(%q), custom_call_target="TODO(b/1)", called_computations={{%called}}
-}}, execution_thread="sparsecore"
-ENTRY %main (x: bf16[4096,1024]) -> bf16[32768,1024] {{
-  %x = bf16[4096,1024]{{1,0}} parameter(0)
-  %call-start = ((), (), (s32[8192]{{0:T(1024)}})) async-start(), calls=%async_computation
-  %before = f32[8192]{{0}} fusion(%x), kind=kLoop, calls=%f, {cycles % 2_000_000}
-  %call-update = ((bf16[4096,1024]{{1,0}}), bf16[32768,1024]{{1,0}}, ()) async-update(%call-start, %x)
-  %beside = f32[8192]{{0}} fusion(%x), kind=kLoop, calls=%f, BESIDE
-  ROOT %call-done = bf16[32768,1024]{{1,0}} async-done(%call-update)
-}}
-"""
-    topology = parse_topology("tpu7x-8")
-    for beside, waits in ((cycles % 0, True), (cycles % 2_000_000, False), (cycles % (2**63 - 1), True)):
-        computations = reading.parse_program(text.replace("BESIDE", beside))
-        size, cost = 32768 * 1024 * 2, reading.read_cycles(computations)
-        expected = {"count": 1, "bytes": size, "sent_bytes": size * 7 / 8}
-        assert reading.read_collectives(computations, 48) == {"all-gather": expected}
-        assert sum(cost[0].values()) in (2_000_000, 4_000_000) and cost[1]["fusion"] == beside.count("92233")
-        exposed = schedule.exposed_ms(computations, topology, 48)
-        bound = size * 7 / 8 / topology.hardware.link_gb_per_s / 1e6
-        assert exposed == pytest.approx(bound if waits else 0.0, abs=1e-4)
+    computations = reading.parse_program(SPARSE_CORE.replace("BESIDE", str(beside)))
+    cycles, unpriced = reading.read_cycles(computations)
+    assert sum(cycles.values()) == 2 * 10**6 + counted and unpriced["fusion"] == (beside == 2**63 - 1)
+    size, topology = 32768 * 1024 * 2, parse_topology("tpu7x-8")
+    assert reading.read_collectives(computations, 48) == {
+        "all-gather": dict(count=1, bytes=size, sent_bytes=size * 7 / 8)
+    }
+    bound = size * 7 / 8 / topology.hardware.link_gb_per_s / 1e6
+    assert schedule.exposed_ms(computations, topology, 48) == pytest.approx(bound if waits else 0.0, abs=1e-4)
 
 
 def test_the_first_axis_of_a_mesh_spans_the_slices(monkeypatch):
     """Devices are counted as PyTorch/XLA counts them, so data parallelism in front is what crosses between slices."""
-    from tpu_compiler.compile import compiling
-
     virtual_slice.quiet_libtpu()
     for name in ("2xv5litepod-16", "v5litepod-16", "4xv5litepod-256"):
         topology = parse_topology(name)
@@ -300,20 +295,6 @@ def test_a_newer_compiler_that_gives_no_answer(fake_environment, broken, message
         newest.compile_there(fake_environment, b"", parse_topology("tpu7x-8"), {}, partitions=1, replicas=1)
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (["--compiler_dir", "x"], "no effect without --compiler newest"),
-        (["--dcn_gb_per_s", "0"], "dcn_gb_per_s is 0.0; expected a speed above 0"),
-        (["--compiler", "newest", "--compiler_dir", str(ROOT / "tests")], "something else than a newer compiler"),
-        (["--compiler", "newest", "--compiler_dir", "/proc/x/y"], "give a folder that can be written"),
-    ],
-)
-def test_options_that_cannot_be(options, message, capsys):
-    assert aot_tpu.main([str(TINY), "--topology", "v5litepod-1", *options]) == 2
-    assert message in capsys.readouterr().err
-
-
 @pytest.fixture
 def install(monkeypatch, tmp_path):
     """What is said while an environment is made. Its packages come once there is tmp_path/network."""
@@ -391,34 +372,11 @@ def test_the_default_folder_belongs_to_the_pins(monkeypatch, tmp_path):
     monkeypatch.setattr(newest, "REQUIREMENTS", tmp_path / "pins.txt")
     with pytest.raises(InputError, match=r"pins.txt is missing"):
         newest.default_folder()
-    (tmp_path / "pins.txt").write_text("jax==1\n")
-    first = newest.default_folder()
-    (tmp_path / "pins.txt").write_text("jax==2\n")
-    assert first.parent == newest.default_folder().parent == tmp_path / "tpu_compiler"
-    assert first != newest.default_folder()
-
-
-def test_kernels_of_flash_attention_are_the_same_for_every_chip():
-    """So TPU7x, which jax 0.7.1 and libtpu 0.0.21 do not know, is given those of another: its compiler reads them."""
-    import jax
-    import torch
-    import torch_xla
-
-    from language.xla import flash_attention
-    from tpu_compiler.compile import compiling
-
-    written, before = set(), jax.config.jax_default_device
-    qkv = [torch.empty(1, 256, 2, 64, dtype=torch.bfloat16, device="xla") for _ in range(3)]
-    try:
-        for name in ("v4-8", "v5litepod-1", "v6e-1", "tpu7x-2"):
-            compiling.lower_pallas_for(name)
-            flash_attention.lower.cache_clear()
-            text = torch_xla._XLAC._get_xla_tensors_hlo([flash_attention.flash_attention(*qkv)[0]])
-            written.add(re.search(r'custom_call_target="tpu_custom_call".*backend_config=(.*)', text)[1])
-    finally:
-        jax.config.update("jax_default_device", before)
-        flash_attention.lower.cache_clear()
-    assert len(written) == 1 and len(written.pop()) > 1000
+    folders = set()
+    for pins in ("jax==1\n", "jax==2\n"):
+        (tmp_path / "pins.txt").write_text(pins)
+        folders.add(newest.default_folder())
+    assert len(folders) == 2 and {folder.parent for folder in folders} == {tmp_path / "tpu_compiler"}
 
 
 @pytest.fixture(scope="module")
@@ -495,20 +453,15 @@ def test_a_module_through_torch_is_asked_without_torch_xla(newest_environment, t
 
 
 def test_a_long_compile_says_what_to_expect_and_then_ever_less(monkeypatch, capsys):
-    from tpu_compiler.compile import compiling
-
     waits = []
 
-    class Done:
-        """The event that ends a compile, after 700 s."""
+    def wait(seconds: float) -> bool:
+        """Of the event that ends a compile, after 700 s."""
+        waits.append(seconds)
+        return sum(waits) > 700
 
-        def wait(self, seconds: float) -> bool:
-            waits.append(seconds)
-            return sum(waits) > 700
-
-        def set(self) -> None: ...
-
-    monkeypatch.setattr(compiling, "threading", SimpleNamespace(Event=Done, Thread=threading.Thread))
+    done = SimpleNamespace(wait=wait, set=lambda: None)
+    monkeypatch.setattr(compiling, "threading", SimpleNamespace(Event=lambda: done, Thread=threading.Thread))
     with compiling.progress("compiling for v5e"):
         pass
     said = capsys.readouterr().err.splitlines()

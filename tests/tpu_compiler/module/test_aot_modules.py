@@ -5,18 +5,17 @@ import json
 import re
 import socket
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch_xla
 import transformers
+from mutations import a_full_disk
 from processes import ROOT
 from reports import a_report
 
 import aot_tpu
 from tpu_compiler.decide import search
-from tpu_compiler.estimate import reading
 from tpu_compiler.estimate.report import Report, format_report
 from tpu_compiler.estimate.token_bound import with_tokens
 from tpu_compiler.module import arguments as module_arguments
@@ -26,7 +25,6 @@ from tpu_compiler.module import model as module_build
 from tpu_compiler.module import probing as module_trace
 from tpu_compiler.module import programs as modules
 from tpu_compiler.module import train_step as module_step
-from tpu_compiler.module.programs import parse_question
 from tpu_utils.base.errors import InputError
 
 NETS = """
@@ -192,12 +190,11 @@ def test_wrong_usage_is_answered_before_a_child_starts(monkeypatch, capsys, tmp_
         assert message in said and said.count("error: ") == 1, said
 
 
-def test_a_full_disk_is_told_before_anything_is_compiled(monkeypatch, tmp_path):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(InputError, match="programs cannot be written: No space left on device"):
+def test_a_full_disk_is_told_before_anything_is_compiled(tmp_path):
+    with (
+        a_full_disk(),
+        pytest.raises(InputError, match="programs cannot be written: File too large; expected"),
+    ):
         modules.make_folder(str(tmp_path / "programs"))
 
 
@@ -314,26 +311,35 @@ def test_weights_are_cast_where_autocast_mixes_types(mine):
     assert model.weight.dtype == model.weight.grad.dtype == torch.float32
 
 
-def test_losses_are_made_of_the_outputs_shape():
-    asked, device, notes = question("m:N", "--inputs", "float32[8,4]"), torch_xla.device(), []
+@pytest.mark.parametrize(
+    "output, options, targets, said",
+    [
+        (torch.zeros(8, 10), [], (8,), "loss: cross_entropy of the output [8, 10], dimension 1 the classes"),
+        ({"logits": torch.zeros(8, 16, 10)}, [], (8, 16), "cross_entropy of logits"),
+        (torch.zeros(8, 21, 4, 5), [], (8, 4, 5), "dimension 1 the classes"),
+        ((torch.zeros(8, 16, 10),), [], (8, 16, 10), "loss: mse of the output"),  # no classes are known
+        (torch.zeros(8, 10), ["--loss", "mse"], (8, 10), "loss: mse"),
+        ({"loss": torch.zeros(()), "logits": torch.zeros(8, 10)}, [], None, "loss: the module's own"),
+        (
+            {"boxes": torch.zeros(8, 4), "count": torch.ones(8, dtype=torch.int64), "scores": torch.zeros(8, 10)},
+            [],
+            (8,),
+            "output 1 of 3 alone is in the loss: nothing is computed for the others; --loss own, if there is a .loss; "
+            "loss: cross_entropy of output 1 of 3 [8, 4], dimension 1 the classes",
+        ),
+    ],
+)
+def test_losses_are_made_of_the_outputs_shape(output, options, targets, said):
+    notes = []
+    asked = question("m:N", "--inputs", "float32[8,4]", *options)
+    _, made = module_step.choose_loss(asked, output, {}, torch_xla.device(), notes)
+    assert (made if made is None else tuple(made.shape)) == targets and said in "; ".join(notes)
 
-    def targets_of(output, *options):
-        asked = question("m:N", "--inputs", "float32[8,4]", *options)
-        return module_step.choose_loss(asked, output, {}, device, notes)[1]
 
-    assert targets_of(torch.zeros(8, 10)).shape == (8,)
-    assert targets_of({"logits": torch.zeros(8, 16, 10)}).shape == (8, 16)
-    assert targets_of(torch.zeros(8, 21, 4, 5)).shape == (8, 4, 5)
-    assert targets_of((torch.zeros(8, 16, 10),)).shape == (8, 16, 10), "no classes are known: mse"
-    assert targets_of(torch.zeros(8, 10), "--loss", "mse").shape == (8, 10)
-    assert targets_of({"loss": torch.zeros(()), "logits": torch.zeros(8, 10)}) is None
-    assert notes[0] == "loss: cross_entropy of the output [8, 10], dimension 1 the classes"
-    several = {"boxes": torch.zeros(8, 4), "count": torch.ones(8, dtype=torch.int64), "scores": torch.zeros(8, 10)}
-    assert targets_of(several).shape == (8,)
-    assert notes[-2].startswith("output 1 of 3 alone is in the loss: nothing is computed for the others")
-    assert notes[-1] == "loss: cross_entropy of output 1 of 3 [8, 4], dimension 1 the classes"
+def test_what_has_no_loss_or_no_cache_is_refused():
+    asked = question("m:N", "--inputs", "float32[8,4]", "--loss", "own")
     with pytest.raises(InputError, match=r"returns no \.loss"):
-        targets_of(torch.zeros(8, 10), "--loss", "own")
+        module_step.choose_loss(asked, torch.zeros(8, 10), {}, torch_xla.device(), [])
     with pytest.raises(InputError, match=r"mode is decode.*is a Linear; expected a causal model of transformers"):
         module_cache.decode_inputs(asked, torch.nn.Linear(1, 1), {})
 
@@ -355,34 +361,6 @@ def test_recomputed_blocks_give_the_same_gradients():
     layer = torch.nn.Linear(3, 3).to(device)  # a first block, whose input has no gradient
     module_step.recomputed(layer)(torch.ones(2, 3, device=device)).sum().backward()
     assert layer.weight.grad.cpu().eq(2).all()
-
-
-# ---------------------------------------------------------------------------------------------------- reading a program
-PROGRAM = """HloModule example, is_scheduled=true
-
-ENTRY %main (x: f32[8,128]) -> f32[8,128] {
-  %x = f32[8,128]{1,0:T(8,128)} parameter(0)
-  %a = f32[8,128]{1,0:T(8,128)} fusion(%x), kind=kLoop, calls=%f, \
-metadata={op_name="nets.py_12 in <layers.0.up>.3/aten__mul"}, backend_config={"estimated_cycles":"100"}
-  %b = f32[8,128]{1,0:T(8,128)} fusion(%a), kind=kLoop, calls=%f, \
-metadata={op_name="nets.py_12 backward in <layers.1.up>.4/aten__mul"}, backend_config={"estimated_cycles":"40"}
-  %c = f32[16,128]{1,0:T(8,128)S(1)} fusion(%b), kind=kLoop, calls=%f, \
-metadata={op_name="nets.py_12 in <layers.1.up>.9/aten__mul"}, backend_config={"estimated_cycles":"1"}
-  ROOT %d = f32[8,256]{1,0:T(8,128)} fusion(%c), kind=kLoop, calls=%f, \
-metadata={op_name="optim.py_7.1/aten__mul"}, backend_config={"estimated_cycles":"7"}
-}
-"""
-
-
-def test_costs_by_module_and_the_largest_results():
-    computations = reading.parse_program(PROGRAM)
-    cycles = reading.read_modules(computations)
-    assert cycles == {"layers.0.up": 100, "layers.1.up backward": 40, "layers.1.up": 1}
-    assert reading.group_modules(cycles) == [("layers.*.up", 2, 101), ("layers.*.up backward", 1, 40)]
-    assert reading.read_cycles(computations)[0] == {"nets.py:12": 101, "nets.py:12 backward": 40, "optim.py:7": 7}
-    largest = reading.read_largest_results(computations)
-    assert largest[0] == (8192, "fusion", "optim.py:7", ""), "what is on the chip is left out"
-    assert largest[1] == (4096, "fusion", "nets.py:12", "layers.0.up") and len(largest) == 3
 
 
 # ---------------------------------------------------------------------------------------------------- the real compiler
@@ -423,6 +401,11 @@ def test_a_sharded_step(forked, nets, capsys):
     assert r.memory["parameters"] == pytest.approx(weights, rel=0.05)
     assert r.memory["optimizer_state"] == pytest.approx(weights, rel=0.05)
     assert any("4 of 9 parameters sharded, the inputs' first dimension over data x fsdp" in note for note in r.notes)
+    modules = dict(r.costliest_modules)
+    for name, count, ms in r.module_groups:
+        alike = [name.replace("*", str(number)) for number in range(count)]
+        assert ms == pytest.approx(sum(modules[one] for one in alike)) and count == 1 + ("layers.*" in name), name
+    assert {"layers.*.up", "layers.*.down backward"} <= {name for name, *_ in r.module_groups}
 
 
 @pytest.mark.parametrize(
@@ -480,9 +463,9 @@ def test_decoding_does_not_copy_the_cache_for_each_query_head():
 def test_the_cache_is_sharded_as_its_heads_are(sharding, heads, expected):
     """It once lay whole on each device of a tensor axis, and each read all of it."""
     words = ["--inputs", "input_ids=int32[4,16]", "--mesh", "data=2,tensor=2"]
-    question = parse_question("hf:x", words + (["--shard", *sharding] if sharding else []))
-    assert module_cache.cache_axes(question, {"data": 2, "tensor": 2}, tiny_llama(), heads) == expected
-    assert module_cache.cache_axes(question, {}, tiny_llama(), heads) == {}
+    asked = question("hf:x", *words, *(["--shard", *sharding] if sharding else []))
+    assert module_cache.cache_axes(asked, {"data": 2, "tensor": 2}, tiny_llama(), heads) == expected
+    assert module_cache.cache_axes(asked, {}, tiny_llama(), heads) == {}
 
 
 @pytest.mark.parametrize("ms, is_a_speed", [(10.0, True), (400.0, False)])

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 import torch
-import transformers
 from jaxlib._jax import HloModule
+from test_aot_modules import tiny_llama
 
 import aot_tpu
 from tpu_compiler.module import kv_cache as module_cache
@@ -29,9 +29,16 @@ def run_lowered(graph, inputs, state) -> list:
     return jax.jit(lambda *given: list(module_through_torch.Lowering(graph).run(*given)))(*arrays)
 
 
-def check(found, expected, rtol: float = 1e-4, atol: float = 1e-5) -> None:
+def check(found, expected) -> None:
     for ours, torchs in zip(found, expected, strict=True):
-        np.testing.assert_allclose(ours, torchs.detach(), rtol, atol)
+        np.testing.assert_allclose(ours, torchs.detach(), 1e-4, 1e-5)
+
+
+def recorded(words, model, x):
+    """(graph, inputs, FLOPs) of a forward pass."""
+    asked = modules.parse_question("m:N", [*words, "--mode", "forward"], "v5e-1")
+    graph, inputs, *_, flops = module_through_torch.record(asked, "conservative", model, [x.to("meta")], {}, {}, [])
+    return graph, inputs, flops
 
 
 def test_what_is_asked_through_torch_xla_alone():
@@ -47,58 +54,26 @@ def test_what_is_not_there_is_said_before_anything_is_downloaded(monkeypatch, ca
     assert "needs torchax: pip install" in capsys.readouterr().err
 
 
-def test_gradients_that_torchax_lacks():
-    x, weight = torch.randn(2, 3, 9, 9, requires_grad=True), torch.randn(4, 3, 3, 3, requires_grad=True)
-    convolved = torch.nn.functional.conv2d(x, weight, stride=2, padding=1)
-    gradient = torch.randn_like(convolved)
-    expected = torch.autograd.grad(convolved, (x, weight), gradient)
-    arrays = [t.detach().numpy() for t in (gradient, x, weight)]
-    how = ([2, 2], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False])
-    *found, bias = module_through_torch.convolution_backward(*arrays, None, *how)
-    assert bias is None
-    check(found, expected, atol=1e-4)
-    pooled, places = torch.nn.functional.max_pool2d(x, 3, 2, 1, return_indices=True)
-    gradient = torch.randn_like(pooled)
-    (expected,) = torch.autograd.grad(pooled, x, gradient)
-    arrays = [t.detach().numpy() for t in (gradient, x)]
-    found = module_through_torch.max_pool_backward(*arrays, [3, 3], [2, 2], [1, 1], [1, 1], False, places.numpy())
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-
-
-def test_lowerings_that_replace_torchaxs():
-    x, weight, bias = torch.randn(4, 6, 32) + 3, torch.randn(32), torch.randn(32)
-    wanted = torch.native_layer_norm(x, [32], weight, bias, 1e-5)
-    arrays = [tensor.numpy() for tensor in (x, weight, bias)]
-    found = module_through_torch.layer_norm(jax.numpy.asarray(arrays[0]), [32], *arrays[1:], 1e-5)
-    check(found, wanted)
-    for approximate in ("none", "tanh"):
-        wanted = torch.nn.functional.gelu(x, approximate=approximate)
-        np.testing.assert_allclose(module_through_torch.gelu(arrays[0], approximate), wanted, rtol=1e-5, atol=1e-6)
-    places = torch.tensor([[0, 3], [2, 3]])
-    found = module_through_torch.embedding(jax.numpy.asarray(x[0].numpy()), places.numpy(), 0)
-    np.testing.assert_array_equal(found, torch.nn.functional.embedding(places, x[0]))
-    for how in ({}, dict(dim=[0, -1], correction=0, keepdim=True)):
-        wanted = torch.var_mean(x, **how)
-        check(module_through_torch.var_mean(arrays[0], how.pop("dim", None), **how), wanted, rtol=1e-5)
-    for index in (torch.randint(32, (4, 6, 1)), torch.randint(32, (4, 6, 3)), torch.randint(32, (2, 6, 1))):
-        found = module_through_torch.gather(arrays[0], -1, index.numpy())
-        np.testing.assert_array_equal(found, x.gather(-1, index))
-        found = module_through_torch.scatter(jax.numpy.asarray(arrays[0]), 2, index.numpy(), -1.0)
-        np.testing.assert_array_equal(found, x.scatter(2, index, -1.0))
-
-
 class SmallNet(torch.nn.Module):
+    """Has each operation that the lowering has a function of its own for, and its gradient."""
+
     def __init__(self):
         super().__init__()
         self.convolution, self.norm = torch.nn.Conv2d(3, 8, 3, stride=2, padding=1), torch.nn.BatchNorm2d(8)
-        self.pool, self.head = (
-            torch.nn.MaxPool2d(2),
-            torch.nn.Sequential(torch.nn.LayerNorm(32), torch.nn.Linear(32, 5)),
-        )
+        self.pool, self.embedding = torch.nn.MaxPool2d(3, 2, 1), torch.nn.Embedding(7, 32)
+        self.middle = torch.nn.Sequential(torch.nn.LayerNorm(32), torch.nn.Linear(32, 32), torch.nn.GELU())
+        self.head = torch.nn.Sequential(torch.nn.GELU(approximate="tanh"), torch.nn.Linear(32, 5))
+        for parameter in self.middle[0].parameters():
+            torch.nn.init.normal_(parameter)
+        self.register_buffer("places", torch.tensor([[0, 3, 3], [2, 0, 1], [1, 1, 1], [4, 0, 2]]))
 
     def forward(self, x):
         x = torch.stack([x, x * torch.tensor([2.0])])[1]  # select, and an array of the graph's own
-        return self.head(self.pool(torch.relu(self.norm(self.convolution(x)))).flatten(1))
+        x = self.middle(self.pool(torch.relu(self.norm(self.convolution(x)))).flatten(1) + 3)
+        x = x + self.embedding(self.places[:, 0]) + sum(torch.var_mean(x, [0, -1], correction=0, keepdim=True))
+        for places in (self.places, self.places[:, :1], self.places[:2, :1]):  # one a row of x, several, of some rows
+            x = (x + x.gather(1, places).sum()).scatter(1, places, -1.0)
+        return self.head(x)
 
 
 def test_the_lowered_step_is_torchs():
@@ -112,12 +87,14 @@ def test_the_lowered_step_is_torchs():
     optimizer = make_optimizer(TrainConfig(optimizer="sgd"), model.parameters())
     state = [*model.parameters(), *model.buffers(), *(v for held in optimizer.state.values() for v in held.values())]
     x, targets, rate = torch.randn(4, 3, 8, 8), torch.arange(4), torch.full((1,), 0.01)
-    assert roles.count("optimizer_state") == 8 and roles[-3:] == ("inputs",) * 3
+    assert roles.count("optimizer_state") == 11 and roles[-3:] == ("inputs",) * 3
     found = run_lowered(graph, inputs, (*state, x, rate, targets))
     loss = torch.nn.functional.cross_entropy(model(x), targets)
     loss.backward()
     step_optimizer(optimizer, rate, None, "stop")
     check(found, (loss, *state))
+    own = {node.target for node in graph.graph.nodes} & module_through_torch.OURS.keys()
+    assert own == module_through_torch.OURS.keys(), "each was tried"
 
 
 class Attention(torch.nn.Module):
@@ -126,16 +103,14 @@ class Attention(torch.nn.Module):
         self.inside, self.torchs = torch.nn.Linear(8, 24), torch.nn.MultiheadAttention(8, 2, batch_first=True)
 
     def forward(self, x):
-        q, k, v = (
-            self.inside(self.torchs(x, x, x, need_weights=False)[0]).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
-        )
+        x = self.torchs(x, x, x, need_weights=False)[0]
+        q, k, v = self.inside(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def test_lowered_attention_is_torchs():
-    asked = modules.parse_question("m:Attention", ["--inputs", "float32[2,6,8]", "--mode", "forward"], "v5e-1")
     model, x = Attention().eval(), torch.randn(2, 6, 8)
-    graph, inputs, *_, flops = module_through_torch.record(asked, "conservative", model, [x.to("meta")], {}, {}, [])
+    graph, inputs, flops = recorded(["--inputs", "float32[2,6,8]"], model, x)
     assert flops == 2 * 2 * 6 * 8 * (24 + 8 + 24) + 2 * (2 * 2 * 2 * 6 * 6 * (4 + 4))  # layers, and twice attention
     products = [node.target for node in graph.graph.nodes]
     assert products.count(torch.ops.aten.addmm.default) == 1  # torch gives its last layer rows; elsewhere bias is last
@@ -157,9 +132,8 @@ class Tied(torch.nn.Module):
 
 
 def test_a_tied_weight_is_one_input():
-    asked = modules.parse_question("m:Tied", ["--inputs", "int64[2,6]", "--mode", "forward"], "v5e-1")
     model, x = Tied(), torch.randint(16, (2, 6))
-    graph, inputs, *_ = module_through_torch.record(asked, "conservative", model, [x.to("meta")], {}, {}, [])
+    graph, inputs, _ = recorded(["--inputs", "int64[2,6]"], model, x)
     check(run_lowered(graph, inputs, (*model.parameters(), x, torch.zeros(1))), [model(x)])
 
 
@@ -190,13 +164,10 @@ def test_a_mesh_shards_weights_and_their_moments_before_and_after_the_step():
 
 def test_a_lowered_decoding_step_is_torchs():
     """The token, and the cache with its keys and values, after one token at position 3."""
-    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=50)
-    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, head_dim=8)
     asked = modules.parse_question("hf:x", ["--inputs", "input_ids=int32[3,8]", "--mode", "decode"], "v5e-1")
-    torch.manual_seed(0)
-    made = transformers.LlamaForCausalLM._from_config(config, attn_implementation="eager").eval()
+    made = tiny_llama()
     with torch.device("meta"):
-        without_memory = transformers.LlamaForCausalLM._from_config(config, attn_implementation="eager").eval()
+        without_memory = tiny_llama()
     tokens = dict(input_ids=torch.empty(3, 8, dtype=torch.int32, device="meta"))
     _, inputs, length = module_cache.decode_inputs(asked, without_memory, tokens)
     of_cache = module_through_torch.become_decoding(asked, without_memory, inputs, length, {}, [])

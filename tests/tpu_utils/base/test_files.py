@@ -1,11 +1,11 @@
 """Files from outside: what is opened, how far it is read, what is said of the rest."""
 
 import json
+import os
 import socket
-from pathlib import Path
 
 import pytest
-from mutations import NO_OBJECT, NOT_JSON, a_full_disk, at_most, make_irregular, mutated_json, no_hang
+from mutations import NO_OBJECT, NOT_JSON, a_full_disk, at_most, make_irregular, mutated_json, no_hang, refusals
 
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.files import lines_of, open_regular, parse_json, read_json
@@ -16,9 +16,8 @@ from tpu_utils.base.writing import write_atomically
 def test_only_a_regular_file_is_opened(tmp_path, kind):
     path = make_irregular(tmp_path / "x", kind)
     said = "no such file; expected a thing" if kind == "nothing" else f"is a {kind}; expected a thing"
-    with no_hang(), pytest.raises(InputError, match=said) as refused:
+    with no_hang(), pytest.raises(InputError, match=f"{path}.*{said}"):
         open_regular(path, "a thing")
-    assert str(path) in str(refused.value)
 
 
 def test_a_socket_and_names_that_cannot_be_are_refused(tmp_path, monkeypatch):
@@ -28,16 +27,9 @@ def test_a_socket_and_names_that_cannot_be_are_refused(tmp_path, monkeypatch):
         with pytest.raises(InputError, match="s is a socket"):
             open_regular(tmp_path / "s", "a thing")
     (tmp_path / "loop").symlink_to("loop")
-    for name in ("n" * 300, "loop", "s/x"):
+    for name in ("n" * 300, "loop", "s/x", "/proc/self/mem"):  # the last one says so when it is read
         with pytest.raises(InputError, match=r"cannot be read: .*; expected a thing"):
             open_regular(tmp_path / name, "a thing")
-
-
-@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="no /proc here")
-def test_what_cannot_be_read_is_no_file_of_ours():
-    """It says so neither by its kind nor when it is opened."""
-    with pytest.raises(InputError, match="/proc/self/mem cannot be read: Input/output error; expected a thing"):
-        open_regular(Path("/proc/self/mem"), "a thing")
 
 
 def test_a_pointer_of_git_lfs_is_named(tmp_path):
@@ -83,29 +75,19 @@ def test_json_is_an_object_or_refused(tmp_path):
 
 def test_no_damage_of_json_is_a_crash(tmp_path):
     value = {"seed": 0, "rate": 1e-3, "name": "x", "inner": {"a": [1, 2], "b": None}}
-    path, refused = tmp_path / "x.json", 0
-    for content in mutated_json(value, 500):
-        path.write_bytes(content)
-        try:
-            assert isinstance(read_json(path, "a thing"), dict)
-        except InputError:
-            refused += 1
-    assert 50 < refused < 450
+    path = tmp_path / "x.json"
+    assert 50 < refusals(path, mutated_json(value, 500), lambda: read_json(path, "a thing").keys()) < 450
     assert parse_json(json.dumps(value).encode()) == value
 
 
-@pytest.mark.parametrize("kind", ["FIFO", "link"])
-def test_what_lies_in_the_way_of_a_write_is_not_followed(tmp_path, kind):
+@pytest.mark.parametrize("put", [os.mkfifo, lambda aside: aside.symlink_to("other")])
+def test_what_lies_in_the_way_of_a_write_is_not_followed(tmp_path, put):
     """Whoever made the folder may have put a FIFO or a link at the name that a file is written under first."""
-    aside, other = tmp_path / "x.writing", tmp_path / "other"
-    other.write_bytes(b"untouched")
-    if kind == "FIFO":
-        make_irregular(aside, kind)
-    else:
-        aside.symlink_to(other)
+    (tmp_path / "other").write_bytes(b"untouched")
+    put(tmp_path / "x.writing")
     with no_hang():
         write_atomically(tmp_path / "x", b"new")
-    assert (tmp_path / "x").read_bytes() == b"new" and other.read_bytes() == b"untouched" and not aside.exists()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"x": b"new", "other": b"untouched"}
 
 
 def test_a_byte_order_mark_is_passed_over():

@@ -54,20 +54,16 @@ def test_of_two_that_write_one_target_the_second_is_refused(tmp_path):
     assert names_in(tmp_path) == ["mine", "other"]
 
 
-@pytest.mark.parametrize("kind", ["folder", "file", "link"])
-def test_a_target_that_came_to_be_meanwhile_is_kept(tmp_path, kind):
-    target = tmp_path / "mine"
-    with (
-        pytest.raises(InputError, match=r"mine cannot take the place of .*; another process may have written it"),
-        written_aside(target),
-    ):
-        if kind == "folder":
-            target.mkdir()
-            (target / "file").write_text("first")
-        elif kind == "file":
-            target.write_text("first")
-        else:
-            target.symlink_to(tmp_path)
+def make_folder(path):
+    path.mkdir()
+    (path / "file").write_text("first")
+
+
+@pytest.mark.parametrize("make", [make_folder, lambda path: path.touch(), lambda path: path.symlink_to(path.parent)])
+def test_a_target_that_came_to_be_meanwhile_is_kept(tmp_path, make):
+    said = r"mine cannot take the place of .*; another process may have written it"
+    with pytest.raises(InputError, match=said), written_aside(tmp_path / "mine"):
+        make(tmp_path / "mine")
     assert names_in(tmp_path) == ["mine"]
 
 

@@ -20,39 +20,44 @@ def stalls_in(text):
     return [line for line in text.splitlines() if line.startswith("stall")]
 
 
-def test_a_stuck_data_iterator_is_shown_and_the_run_goes_on(tmp_path, capfd, monkeypatch):
-    batches_of = simple_mnist_tpu.TrainBatches
-    stuck = threading.Event()
+def wait_for_a_disk_that_does_not_answer(stuck):
+    stuck.wait()
 
-    class Stuck(batches_of):
+
+def test_a_stuck_data_iterator_is_shown_and_the_run_goes_on(tmp_path, capfd, monkeypatch):
+    stuck, seen = threading.Event(), []
+
+    class Stuck(simple_mnist_tpu.TrainBatches):
         def batch(self, step):
             if step == 8:
                 wait_for_a_disk_that_does_not_answer(stuck)
             return super().batch(step)
 
-    def wait_for_a_disk_that_does_not_answer(event):
-        event.wait()
-
-    monkeypatch.setattr(simple_mnist_tpu, "TrainBatches", Stuck)
-    seen = []
-
     def release():
         waits(lambda: seen.append(capfd.readouterr().err) or "wait_for_a_disk" in "".join(seen))
         stuck.set()
 
+    monkeypatch.setattr(simple_mnist_tpu, "TrainBatches", Stuck)
     releaser = threading.Thread(target=release)
     releaser.start()
     assert in_process(*TINY, "--run_dir", tmp_path / "run", "--stall_seconds=1") == 0
     releaser.join()
-    gc.collect()
-    for thread in threading.enumerate():
-        if thread.name == "watchdog":
-            thread.join(timeout=30)
+    join_watchdogs()
     text = "".join(seen) + capfd.readouterr().err
     said = [line for line in stalls_in(text) if "data_wait" in line]
     assert len(said) == 1 and "no progress for 1 s" in said[0] and "--data_dir" in said[0]
     assert "simple_mnist_tpu.py" in text, "the main thread's stack is there too"
     assert "stall      over after" in text
+
+
+def join_watchdogs() -> int:
+    """How many there were; each has ended."""
+    gc.collect()
+    watchers = [thread for thread in threading.enumerate() if thread.name == "watchdog"]
+    for thread in watchers:
+        thread.join(timeout=30)
+        assert not thread.is_alive()
+    return len(watchers)
 
 
 class Clock:
@@ -98,22 +103,14 @@ def test_what_is_a_stall(phase, happens, stalls, monkeypatch, capfd):
     assert len(said) == len(stalls) and all(text in line for text, line in zip(stalls, said, strict=True)), said
 
 
-def test_zero_seconds_are_no_watchdog():
-    before = threading.active_count()
-    watch_for_stalls(Goodput(), 0)
-    assert threading.active_count() == before
-
-
-def test_the_watchdog_ends_with_the_run():
+def test_the_watchdog_ends_with_the_run_and_zero_seconds_are_none():
     goodput = Goodput()
+    before = threading.active_count()
+    watch_for_stalls(goodput, 0)
+    assert threading.active_count() == before
     watch_for_stalls(goodput, 0.2)
-    assert "watchdog" in [thread.name for thread in threading.enumerate()]
-    watchers = [thread for thread in threading.enumerate() if thread.name == "watchdog"]
     del goodput
-    gc.collect()
-    for thread in watchers:
-        thread.join(timeout=30)
-    assert not any(thread.is_alive() for thread in watchers)
+    assert join_watchdogs() >= 1
 
 
 def test_start_up_counts_from_the_interpreter_and_not_from_the_process():

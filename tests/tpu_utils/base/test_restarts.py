@@ -53,13 +53,14 @@ def start(tmp_path, *words: str) -> tuple[subprocess.Popen, int]:
     return starter, int(starter.stdout.readline())
 
 
-@pytest.mark.parametrize("lost", ["starter", "child"])
-def test_a_lost_process_takes_along_what_it_has_started(tmp_path, lost):
-    starter, group = start(tmp_path, "1000")
-    assert len(alive_in(group)) == 4  # the child, its two, and who waits for its end
-    os.kill(starter.pid if lost == "starter" else group, signal.SIGKILL)
-    waits(lambda: not alive_in(group), 60)
-    if lost == "child":
+@pytest.mark.parametrize("lost", ["starter", "child", "nobody"])
+def test_a_process_that_is_lost_or_ends_takes_along_what_it_has_started(tmp_path, lost):
+    starter, group = start(tmp_path, "0" if lost == "nobody" else "1000")
+    if lost != "nobody":
+        assert len(alive_in(group)) == 4  # the child, its two, and who waits for its end
+        os.kill(starter.pid if lost == "starter" else group, signal.SIGKILL)
+    waits(lambda: not alive_in(group), 60)  # killed; the kernel closes their files, the pipe too, before they are gone
+    if lost != "starter":
         starter.stdout.readline()
         assert starter.stdout.readline() == "ended\n"
         starter.kill()
@@ -83,15 +84,6 @@ def test_a_compile_ends_with_who_asked_for_it(tmp_path):
     starter.kill()
     starter.wait()
     waits(lambda: not alive_in(group), 60)
-
-
-def test_a_child_that_ends_leaves_nothing(tmp_path):
-    starter, group = start(tmp_path, "0")
-    starter.stdout.readline()
-    assert starter.stdout.readline() == "ended\n"
-    waits(lambda: not alive_in(group), 60)  # killed; the kernel closes their files, the pipe too, before they are gone
-    starter.kill()
-    starter.communicate()
 
 
 def test_a_signal_to_the_group_is_not_for_who_waits_for_its_end(tmp_path):

@@ -7,6 +7,8 @@ import shutil
 import signal
 import sys
 import threading
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +19,6 @@ from run_files import reader_of
 import tpu_utils.checkpoint
 from tpu_utils.base.errors import CheckpointError, DamagedCheckpoint, NonFiniteError, SaveError
 from tpu_utils.checkpoint import Checkpoints
-from tpu_utils.checkpoint.saved import read_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -50,19 +51,10 @@ def test_checkpoint_round_trip_and_keep(tmp_path):
     with pytest.raises(CheckpointError, match="has \\['model', 'nested'\\], expected optimizer too"):
         saved.part("optimizer")
     assert reader_of(checkpoints).load_for_resume("never") is None
-
-
-def test_resume_where_there_is_nothing(tmp_path):
-    checkpoints = Checkpoints(tmp_path / "checkpoints", 3)
-    assert reader_of(checkpoints).load_for_resume("auto") is None
+    nothing = reader_of(Checkpoints(tmp_path / "nothing", 3))
+    assert nothing.load_for_resume("auto") is None
     with pytest.raises(CheckpointError, match="holds no complete checkpoint; check the name"):
-        reader_of(checkpoints).load_for_resume("must")
-
-
-def test_saving_a_step_again_replaces_it(tmp_path):
-    checkpoints = save(tmp_path, 10)
-    checkpoints.save(10, {"model": {"w": torch.zeros(1)}})
-    assert torch.equal(reader_of(checkpoints).load_for_resume("must").part("model")["w"], torch.zeros(1))
+        nothing.load_for_resume("must")
 
 
 def test_a_folder_without_its_marker_is_not_a_checkpoint(tmp_path):
@@ -81,37 +73,6 @@ def alter(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(bytes(content))
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        *(lambda folder, name=name: truncate(folder / name) for name in FILES),
-        *(lambda folder, name=name: alter(folder / name) for name in FILES),
-        *(lambda folder, name=name: (folder / name).unlink() for name in FILES[1:]),
-        *(lambda folder, name=name: as_fifo(folder / name) for name in FILES),
-        *(lambda folder, name=name: as_link(folder / name) for name in FILES),
-        lambda folder: (folder / "done").write_text("[" * 100_000),
-        lambda folder: (folder / "done").write_text("not json"),
-        lambda folder: (folder / "done").write_text("[]"),
-        lambda folder: (folder / "done").write_text("{}"),
-    ],
-)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, damage, capsys):
-    checkpoints = save(tmp_path, 10, 20)
-    damage(checkpoints.path(20))
-    assert reader_of(checkpoints).load_for_resume("must").step == 10
-    assert "step_00000020" in capsys.readouterr().err
-    damage(checkpoints.path(10))
-    with pytest.raises(CheckpointError, match="no checkpoint can be used"):
-        reader_of(checkpoints).load_for_resume("auto")
-    with pytest.raises(DamagedCheckpoint):
-        read_checkpoint(checkpoints.path(10))
-
-
-def as_fifo(path):
-    path.unlink()
-    os.mkfifo(path)
 
 
 def as_link(path):
@@ -224,12 +185,8 @@ def test_a_save_that_failed_behind_the_steps_is_raised_in_the_loop(tmp_path, whe
         with a_full_disk():
             checkpoints.write(checkpoints.copy(20, BIG))
             checkpoints._thread.join()
-        if where == "check":
-            checkpoints.check()
-        elif where == "copy":
-            checkpoints.copy(30, {})
-        elif where == "wait":
-            checkpoints.wait()
+        if where != "end":
+            getattr(checkpoints, where)(*[30, {}] if where == "copy" else [])
     checkpoints.wait()  # said once
     assert [path.name for path in checkpoints.folder.iterdir()] == ["step_00000010"]
     assert reader_of(checkpoints).load_for_resume("must").step == 10
@@ -257,12 +214,16 @@ def test_a_run_that_ends_with_an_error_still_finishes_its_save(tmp_path, capsys)
     assert "error: checkpoint of step 20 could not be written" in capsys.readouterr().err
 
 
-def test_too_little_space_is_said_before_anything_is_touched(tmp_path):
+def test_too_little_space_is_said_before_anything_is_touched(tmp_path, monkeypatch):
     checkpoints = save(tmp_path, 10)
     (checkpoints.folder / ".writing_00000005").mkdir()
     huge = torch.zeros(1).expand(2**58)  # 2**60 bytes, of which only the space check knows
     with pytest.raises(SaveError, match=r"step 20 needs [\d,]+ MiB, but [\d,]+ MiB are free at .*checkpoints"):
         checkpoints.save(20, {"big": huge})
+    no_inode = SimpleNamespace(f_files=100, f_favail=0, f_bavail=4096, f_frsize=4096)
+    with monkeypatch.context() as full, pytest.raises(SaveError, match="16 MiB are free and no inode is left for an"):
+        full.setattr(os, "statvfs", lambda folder: no_inode)
+        checkpoints.save(20, STATE)
     assert {path.name for path in checkpoints.folder.iterdir()} == {".writing_00000005", "step_00000010"}
     checkpoints.save(20, {})
     assert {path.name for path in checkpoints.folder.iterdir()} == {"step_00000020", "step_00000010"}
@@ -291,18 +252,20 @@ def killed_in_thread(moment: int, save) -> bool:
     return code != 0
 
 
-def best(step):
-    return VALUES | {"best": {"step": step, "field": "accuracy", "value": step / 100}}
+def save_with_best(checkpoints, step, best_step):
+    best = {"step": best_step, "field": "accuracy", "value": best_step / 100}
+    checkpoints.write(checkpoints.copy(step, STATE, VALUES | {"best": best}, best=best_step))
+    checkpoints.wait()
 
 
 def test_the_best_stays_until_a_better_one_is_complete(tmp_path):
     """Each save names the best one by then; while it is written the loop may have found another."""
     checkpoints = Checkpoints(tmp_path / "checkpoints", 1)
     for step, best_step, left in [(10, 10, [10]), (20, 10, [10, 20]), (30, 10, [10, 30]), (40, 40, [40])]:
-        checkpoints.write(checkpoints.copy(step, STATE, best(best_step), best=best_step))
-        checkpoints.wait()
+        save_with_best(checkpoints, step, best_step)
         assert checkpoints.steps() == left and reader_of(checkpoints).load_best().step == best_step
-    checkpoints.save(50, STATE, best(40))
+    shutil.rmtree(checkpoints.path(40))
+    save_with_best(checkpoints, 50, 40)
     with pytest.raises(CheckpointError, match=r"step_00000040, the best checkpoint, is not there"):
         reader_of(checkpoints).load_best()
 
@@ -310,8 +273,7 @@ def test_the_best_stays_until_a_better_one_is_complete(tmp_path):
 def test_a_damaged_best_checkpoint_is_never_replaced_by_another(tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints", 1)
     for step in (10, 20):
-        checkpoints.write(checkpoints.copy(step, STATE, best(10), best=10))
-    checkpoints.wait()
+        save_with_best(checkpoints, step, 10)
     alter(checkpoints.path(10) / "state.safetensors")
     with pytest.raises(DamagedCheckpoint, match="step_00000010 is damaged"):
         reader_of(checkpoints).load_best()
@@ -321,20 +283,14 @@ def test_killed_at_any_moment_of_a_save_a_complete_and_a_best_checkpoint_are_lef
     """A child is killed at its first, second, ... access to files in the thread, until one comes through."""
     before, left = Checkpoints(tmp_path / "before", 1), []
     for step in (10, 20):
-        before.write(before.copy(step, STATE, best(10), best=10))
-    before.wait()
+        save_with_best(before, step, 10)
     for moment in itertools.count(1):
         checkpoints = Checkpoints(shutil.copytree(before.folder, tmp_path / str(moment)), 1)
-
-        def save_30(checkpoints=checkpoints):
-            checkpoints.write(checkpoints.copy(30, STATE, best(30), best=30))
-            checkpoints.wait()
-
-        killed = killed_in_thread(moment, save_30)
+        killed = killed_in_thread(moment, partial(save_with_best, checkpoints, 30, 30))
         saved = reader_of(checkpoints).load_for_resume("must")
         assert torch.equal(saved.part("model")["w"], STATE["model"]["w"])
         left.append((saved.step, reader_of(checkpoints).load_best().step))
-        save_30()  # what the resumed run does
+        save_with_best(checkpoints, 30, 30)  # what the resumed run does
         assert [path.name for path in checkpoints.folder.iterdir()] == ["step_00000030"]
         if not killed:
             break
@@ -357,27 +313,16 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_changes(tmp_pa
     assert torch.equal(model.weight, before)
 
 
-def test_what_is_no_tensor_is_refused_where_it_would_be_lost(tmp_path):
-    checkpoints = Checkpoints(tmp_path, 1)
-    with pytest.raises(TypeError, match="scheduler/last_epoch is 3; a checkpoint holds tensors"):
-        checkpoints.save(10, {"scheduler": {"last_epoch": 3}})
-    with pytest.raises(TypeError, match="two tensors of the state have the path a/b"):
-        checkpoints.save(10, {"a": {"b": torch.zeros(1)}, "a/b": torch.zeros(1)})
-
-
-def test_no_inode_left_is_said_as_such(tmp_path, monkeypatch):
-    class Full:
-        f_files, f_favail, f_bavail, f_frsize = 100, 0, 4096, 4096
-
+@pytest.mark.parametrize(
+    "state, error, said",
+    [
+        ({"scheduler": {"last_epoch": 3}}, TypeError, "scheduler/last_epoch is 3; a checkpoint holds tensors"),
+        ({"a": {"b": torch.zeros(1)}, "a/b": torch.zeros(1)}, TypeError, "two tensors of the state have the path a/b"),
+        ({"w": torch.zeros(3, dtype=torch.complex64)}, SaveError, r"w is torch\.complex64, which a checkpoint cannot"),
+    ],
+)
+def test_what_a_checkpoint_would_lose_is_refused_before_anything_is_written(tmp_path, state, error, said):
     checkpoints = save(tmp_path, 10)
-    monkeypatch.setattr(os, "statvfs", lambda folder: Full)
-    with pytest.raises(SaveError, match="16 MiB are free and no inode is left for another file at"):
-        checkpoints.save(20, STATE)
-    assert checkpoints.steps() == [10]
-
-
-def test_a_type_that_a_checkpoint_cannot_hold_is_refused_before_anything_is_written(tmp_path):
-    checkpoints = save(tmp_path, 10)
-    with pytest.raises(SaveError, match=r"model/w is torch\.complex64, which a checkpoint cannot hold"):
-        checkpoints.save(20, {"model": {"w": torch.zeros(3, dtype=torch.complex64)}})
+    with pytest.raises(error, match=said):
+        checkpoints.save(20, state)
     assert [path.name for path in checkpoints.folder.iterdir()] == ["step_00000010"]

@@ -1,5 +1,6 @@
 """Checkpoints in the hosts' memory: a lost process goes on from them, and a lost machine from those of the others."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -10,32 +11,50 @@ from pathlib import Path
 import pytest
 import torch
 from processes import run, start, waits
-from run_files import assert_identical, in_process, numbers, read_lines, state_in
-from test_peers import together
+from run_files import assert_identical, in_process, mark, numbers, part_of_state, read_lines, state_in
+from test_checkpoint import alter, truncate
+from test_peers import outcome, together
 
 from config import MnistConfig
 from tools.keep_running import MEMORY_DIR
 from tpu_utils.base.errors import InputError, SaveError
 from tpu_utils.base.process import Peers
 from tpu_utils.base.restarts import memory_folder, newest_checkpoint
-from tpu_utils.base.writing import checksum_of
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.checkpoint.memory import MemoryCheckpoints, kind_of_files, open_memory
-from tpu_utils.checkpoint.saved import read_checkpoint
-from tpu_utils.checkpoint.state import HostCopy, kind_of
+from tpu_utils.checkpoint.state import HostCopy
 from tpu_utils.options.stored import run_id_in
 
 TINY = ["--warmup_steps=2", "--channels=4", "--hidden_dim=16", "--learning_rate=3e-3", "--max_shift=0", "--log_every=7"]
 TINY += ["--device=cpu", "--no_tensorboard", "--save_every=1000", "--num_epochs=2", "--save_memory_every=5"]
 
 
-def killed(run_dir: Path, memory: Path, *options: object, after: int = 15, number: int = signal.SIGKILL) -> Path:
-    """A run that has a checkpoint in memory of step `after` or later when it is killed. Returns its folder there."""
-    words = [*TINY, f"--memory_dir={memory}", f"--run_dir={run_dir}", "--resume=auto", *options]
-    process = start("simple_mnist_tpu.py", *words)
+# python -c HELD GATE OPTIONS...: simple_mnist_tpu.py, whose step 21 waits until there is a file GATE
+HELD = """
+import pathlib, sys, time
+import simple_mnist_tpu
+from config import MnistConfig
+from tpu_utils.options.parsing import parse_command_line
+gate = pathlib.Path(sys.argv.pop(1))
+class Held(simple_mnist_tpu.TrainBatches):
+    def batch(self, index):
+        while index == 20 and not gate.exists():
+            time.sleep(0.01)
+        return super().batch(index)
+simple_mnist_tpu.TrainBatches = Held
+sys.exit(simple_mnist_tpu.train(parse_command_line(MnistConfig, "", sys.argv[1:])))
+"""
+
+
+def killed(run_dir: Path, memory: Path, number: int) -> Path:
+    """A run that gets this signal when it has the checkpoints of steps 15 and 20 in memory. Its folder there."""
+    gate = run_dir.with_name("gate")
+    words = [*TINY, f"--memory_dir={memory}", f"--run_dir={run_dir}", "--resume=auto"]
+    process = start("-c", HELD, gate, *words)
     folder = memory_folder(str(run_dir), str(memory))
-    waits(lambda: newest_checkpoint(folder) >= after, alive=process)
+    waits(lambda: newest_checkpoint(folder) == 20, alive=process)
     process.send_signal(number)
+    gate.touch()
     process.wait()
     return folder
 
@@ -57,14 +76,10 @@ def whole(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def lost_once(tmp_path_factory):
-    """Killed where two whole checkpoints lie in memory: a kill may also meet the removal of the older one."""
-    for _ in range(20):
-        folder = tmp_path_factory.mktemp("lost")
-        (folder / "memory").mkdir()
-        steps = list(killed(folder / "run", folder / "memory").iterdir())
-        if len(steps) == 2 and all({"done", "state.json"} <= {path.name for path in step.iterdir()} for step in steps):
-            return folder
-    raise AssertionError("20 kills, and none left two whole checkpoints in memory")
+    folder = tmp_path_factory.mktemp("lost")
+    (folder / "memory").mkdir()
+    killed(folder / "run", folder / "memory", signal.SIGKILL)
+    return folder
 
 
 @pytest.fixture
@@ -99,70 +114,44 @@ def make_strays(folder: Path, step: int) -> None:
     os.mkfifo(folder / f"step_{step + 1:08d}" / "done")
 
 
-def test_a_killed_run_goes_on_from_memory_to_the_same_bits(lost, whole):
+def test_a_killed_run_goes_on_from_memory_to_the_same_bits(lost, whole, tmp_path):
+    """With another --memory_dir, as the message says of a memory that is full."""
     run_dir, folder, memory = lost
+    (tmp_path / "other").mkdir()
     assert not list(run_dir.glob("checkpoints/step_*")) and folder.stat().st_mode & 0o777 == 0o700
-    newest = newest_checkpoint(folder)
-    make_strays(folder, newest + 1)
+    make_strays(folder, 21)
     make_strays(run_dir / "checkpoints", 1)
-    output = go_on(run_dir, memory).stdout
-    assert f"memory     held the checkpoint of step {newest}:" in output
-    assert f"resumed    after step {newest} of" in output
+    output = go_on(run_dir, tmp_path / "other").stdout
+    assert "memory     held the checkpoint of step 20:" in output and "resumed    after step 20 of" in output
     assert_identical(end_state(run_dir), end_state(whole))
     assert numbers(run_dir) == numbers(whole)
-    assert not list(memory.iterdir()), "given back"
-    lines = [line for line in read_lines(run_dir) if line["kind"] == "checkpoint"]
-    assert [line["step"] for line in lines if "memory" in line] == list(range(5, 44, 5))
-    tokens = {line["memory"] for line in lines if "memory" in line}
-    assert len(tokens) == 2, "one of each process"
+    assert not list(memory.iterdir()) and not list((tmp_path / "other").iterdir()), "given back"
+    lines = [line for line in read_lines(run_dir) if line["kind"] == "checkpoint" and "memory" in line]
+    assert [line["step"] for line in lines] == list(range(5, 44, 5))
+    assert len({line["memory"] for line in lines}) == 2, "a token of each process"
 
 
-@pytest.mark.parametrize("option", ["--save_memory_every=0", "--memory_dir={}"])
-def test_what_the_killed_run_had_in_memory_is_used_whatever_this_one_keeps_there(lost, whole, tmp_path, option):
-    """As the message says of a memory that is full: --save_memory_every 0, or another --memory_dir."""
-    run_dir, folder, _ = lost
-    (tmp_path / "other").mkdir()
-    newest = newest_checkpoint(folder)
-    option = option.format(tmp_path / "other")
-    done = run("simple_mnist_tpu.py", f"--run_dir={run_dir}", "--resume=must", TINY[1], option)
-    assert done.returncode == 0 and f"memory     held the checkpoint of step {newest}:" in done.stdout, done.stderr
-    assert f"resumed    after step {newest} of" in done.stdout
-    assert not folder.exists() and not list((tmp_path / "other").iterdir())
-    assert_identical(end_state(run_dir), end_state(whole))
-
-
-def test_a_folder_of_another_user_is_passed_over_by_a_run_that_keeps_none(lost, capsys):
+@pytest.mark.parametrize("every, mode, is_used", [(5, 0o700, True), (0, 0o700, True), (0, 0o755, False)])
+def test_what_the_killed_run_had_in_memory_is_used_also_by_one_that_keeps_none(lost, every, mode, is_used):
+    """A folder of another user is passed over by it."""
     run_dir, folder, memory = lost
-    folder.chmod(0o755)
+    folder.chmod(mode)
     disk = Checkpoints(run_dir / "checkpoints", 3, run_id=run_id_in(run_dir))
-    config = MnistConfig(save_memory_every=0, memory_dir=str(memory))
-    assert open_memory(config, str(run_dir), disk) == (None, None) and folder.exists()
+    kept, step = open_memory(MnistConfig(save_memory_every=every, memory_dir=str(memory)), str(run_dir), disk)
+    assert step == (20 if is_used else None) and disk.steps() == [20] * is_used
+    assert (kept is not None, folder.exists()) == (every > 0, every > 0 or not is_used)
 
 
 def test_a_stop_saves_on_disk_and_gives_the_memory_back(tmp_path):
     (tmp_path / "memory").mkdir()
-    folder = killed(tmp_path / "run", tmp_path / "memory", number=signal.SIGTERM)
-    assert not folder.exists() and newest_checkpoint(tmp_path / "run" / "checkpoints") >= 15
+    folder = killed(tmp_path / "run", tmp_path / "memory", signal.SIGTERM)
+    assert not folder.exists() and newest_checkpoint(tmp_path / "run" / "checkpoints") >= 20
 
 
-def newest_file(folder: Path) -> Path:
-    return folder / f"step_{newest_checkpoint(folder):08d}" / "state.safetensors"
-
-
-def bring(run_dir: Path, memory: Path) -> tuple[int | None, Checkpoints]:
+def bring(run_dir: Path, memory: Path) -> tuple[int | None, list[int]]:
+    """(step of the checkpoint that was brought, the steps on disk then)."""
     disk = Checkpoints(run_dir / "checkpoints", 3, run_id=run_id_in(run_dir))
-    return MemoryCheckpoints(str(run_dir), str(memory), disk).bring_to_disk(), disk
-
-
-def test_what_is_damaged_is_named_and_the_one_before_it_used(lost, capsys):
-    run_dir, folder, memory = lost
-    content = bytearray(newest_file(folder).read_bytes())
-    content[-1] ^= 1
-    newest_file(folder).write_bytes(content)
-    damaged, older = newest_file(folder), sorted(folder.iterdir())[0]
-    step, disk = bring(run_dir, memory)
-    assert f"{damaged}, in memory, is damaged and not used" in capsys.readouterr().err
-    assert step == int(older.name[5:]) and disk.steps() == [step]
+    return MemoryCheckpoints(str(run_dir), str(memory), disk).bring_to_disk(), disk.steps()
 
 
 def saved_on_disk(run_dir: Path, step: int, logged: bool = True) -> None:
@@ -173,48 +162,45 @@ def saved_on_disk(run_dir: Path, step: int, logged: bool = True) -> None:
             log.write(json.dumps(dict(kind="checkpoint", step=step)) + "\n")
 
 
-@pytest.mark.parametrize("saved", [4, 6])
-def test_a_best_one_that_was_lost_while_it_was_written_is_reached_again(lost, saved):
+@pytest.mark.parametrize("saved, expected", [(4, None), (6, 20)])
+def test_a_best_one_that_was_lost_while_it_was_written_is_reached_again(lost, saved, expected):
     """The best one, of step 5, is newer than all on disk. Where it is not, it was removed there by hand."""
     run_dir, folder, memory = lost
     for path in folder.iterdir():
         index = json.loads((path / "state.json").read_text())
         index["values"]["best"] = dict(step=5, field="accuracy", value=0.5)
         (path / "state.json").write_text(json.dumps(index))
-        marker = json.loads((path / "done").read_text())
-        with (path / "state.json").open("rb") as file:
-            marker["files"]["state.json"] = checksum_of(file)
-        (path / "done").write_text(json.dumps(marker))
+        mark(path)
     saved_on_disk(run_dir, saved)
-    newest = newest_checkpoint(folder)
-    step, _ = bring(run_dir, memory)
-    assert step == (newest if saved == 6 else None)
+    assert bring(run_dir, memory)[0] == expected
 
 
-@pytest.mark.parametrize("what", ["truncated", "no marker", "another run", "no line", "another token", "no config"])
-def test_what_is_not_whole_or_not_of_this_run_is_not_used(lost, what):
+@pytest.mark.parametrize(
+    "what", ["altered", "truncated", "no marker", "another run", "no line", "another token", "no config"]
+)
+def test_what_is_not_whole_or_not_of_this_run_is_not_used(lost, capsys, what):
     run_dir, folder, memory = lost
-    newest = newest_checkpoint(folder)
-    older = sorted(folder.iterdir())[0]
-    if what == "truncated":
-        os.truncate(newest_file(folder), 100)
+    newest, log = folder / "step_00000020", run_dir / "metrics.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    (line,) = [line for line in lines if "memory" in (said := json.loads(line)) and said["step"] == 20]
+    if what == "altered":
+        alter(newest / "state.safetensors")
+    elif what == "truncated":
+        truncate(newest / "state.safetensors")
     elif what == "no marker":
-        (newest_file(folder).parent / "done").unlink()
+        (newest / "done").unlink()
     elif what == "another run":
-        marker = json.loads((newest_file(folder).parent / "done").read_text())
-        (newest_file(folder).parent / "done").write_text(json.dumps(marker | {"run": "other." + marker["run"][-16:]}))
+        marker = json.loads((newest / "done").read_text())
+        (newest / "done").write_text(json.dumps(marker | {"run": "other." + marker["run"][-16:]}))
     elif what == "no config":
         (run_dir / "config.json").unlink()
     else:
-        lines = read_lines(run_dir)
-        for line in lines:
-            if what == "another token" and line["step"] == newest and "memory" in line:
-                line["memory"] = "0" * 16
-        kept = [line for line in lines if what == "another token" or line["step"] < newest]
-        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
-    used = int(older.name[5:]) if what != "no config" else None
-    step, disk = bring(run_dir, memory)
-    assert step == used and disk.steps() == ([used] if used else []) and not list(folder.iterdir())
+        other = json.dumps(json.loads(line) | {"memory": "0" * 16}) + "\n"
+        log.write_text(log.read_text().replace(line, other if what == "another token" else ""))
+    used = 15 if what != "no config" else None
+    assert bring(run_dir, memory) == (used, [used] if used else []) and not list(folder.iterdir())
+    is_named = f"{newest}/state.safetensors, in memory, is damaged and not used" in capsys.readouterr().err
+    assert is_named == (what in ("altered", "truncated"))
 
 
 @pytest.mark.parametrize("logged", [True, False])
@@ -222,20 +208,15 @@ def test_a_newer_one_on_disk_is_taken_while_its_line_is_in_the_log(lost, logged)
     """A run that fell back from a damaged one has dropped its line."""
     run_dir, folder, memory = lost
     saved_on_disk(run_dir, 999, logged)
-    newest = newest_checkpoint(folder)
-    step, disk = bring(run_dir, memory)
-    assert step == (None if logged else newest) and 999 in disk.steps() and not list(folder.iterdir())
+    assert bring(run_dir, memory) == ((None, [999]) if logged else (20, [20, 999])) and not list(folder.iterdir())
 
 
 @pytest.mark.parametrize("what", ["mode", "link", "file", "owner", "no folder"])
-def test_a_folder_that_others_could_have_made_is_refused(tmp_path, capsys, what):
-    memory = tmp_path / "memory"
-    memory.mkdir()
-    folder = memory_folder(str(tmp_path / "run"), str(memory))
-    expected = "expected a folder of this user alone (mode 700); remove it, or name another --memory_dir"
+def test_a_folder_that_others_could_have_made_is_refused(tmp_path, what):
+    folder = memory_folder(str(tmp_path / "run"), str(tmp_path))
+    expected, memory = "expected a folder of this user alone .* remove it, or name another --memory_dir", tmp_path
     if what == "mode":
-        folder.mkdir()
-        folder.chmod(0o755)
+        folder.mkdir(mode=0o755)
     elif what == "link":
         (tmp_path / "theirs").mkdir(mode=0o700)
         folder.symlink_to(tmp_path / "theirs")
@@ -247,11 +228,9 @@ def test_a_folder_that_others_could_have_made_is_refused(tmp_path, capsys, what)
         folder.mkdir(mode=0o700)
         os.chown(folder, 65534, -1)
     else:
-        memory.rmdir()
-        expected = "No such file or directory; expected a folder that is in memory, as /dev/shm is"
-    assert in_process(*TINY, f"--run_dir={tmp_path}/run", f"--memory_dir={memory}") == 2
-    error = capsys.readouterr().err
-    assert expected in error and error.count("\n") == 1
+        expected, memory = "No such file or directory; expected a folder that is in memory", tmp_path / "absent"
+    with pytest.raises(InputError, match=expected):
+        MemoryCheckpoints(str(tmp_path / "run"), str(memory), Checkpoints(tmp_path / "run", 3))
 
 
 def test_no_room_in_memory_is_said_before_anything_is_written(tmp_path, monkeypatch, capsys):
@@ -294,7 +273,7 @@ class Machines:
             for step in steps:
                 memory.run_id = f"ours.{memory.token}"
                 memory.keep_newest()
-                memory.write(copy_of(step, peers, sharded, memory._marks))
+                memory.write(copy_of(step, peers, memory._marks, sharded))
                 memory.wait()
                 if peers.index == 0:
                     with (self.folder / "run" / "metrics.jsonl").open("a") as log:
@@ -306,107 +285,88 @@ class Machines:
         return self.run(lambda peers: self.make(peers).bring_to_disk())
 
 
-def copy_of(step: int, peers: Peers, sharded: bool, first: bool) -> HostCopy:
-    """State (8, count * 2) float32, of which each process has two columns; and a small tensor that all have."""
-    copy = HostCopy(step, {"step": step})
-    state = torch.arange(16.0 * peers.count).reshape(8, -1) + step
-    if first:
-        copy.whole = {"model/small": torch.full((3,), float(step))}
-    if sharded:
-        copy.sharded = {"model/large": kind_of(state)}
-        copy.shards = {"model/large": {(0, 2 * peers.index): state[:, 2 * peers.index : 2 * peers.index + 2].clone()}}
-    elif first:
-        copy.whole["model/large"] = state
+@pytest.fixture
+def make_machines(tmp_path):
+    with contextlib.ExitStack() as stack:
+        yield lambda count: Machines(tmp_path, stack.enter_context(together(count)), count)
+
+
+def copy_of(step: int, peers: Peers, first: bool, sharded: bool = True) -> HostCopy:
+    """State of two rows a process, which are sharded or whole; and a small tensor that all have."""
+    rows = torch.arange(4.0 * peers.count).reshape(-1, 2)
+    copy = part_of_state(step, peers.index, peers.count, rows, first)
+    if not sharded:
+        copy.sharded, copy.shards = {}, {}
+        copy.whole |= {"model/rows": rows + step} if first else {}
     return copy
 
 
 @pytest.mark.parametrize("sharded, lost", [(True, [0]), (True, [1, 3]), (False, []), (False, [2])])
-def test_lost_machines_cost_nothing_that_the_others_have(tmp_path, sharded, lost):
-    with together(4) as on_all:
-        machines = Machines(tmp_path, on_all, 4)
-        machines.save(10, 20, 30, sharded=sharded)
-        for index in range(4):
-            kept = sorted(path.name for path in machines.memory_of(index).iterdir())
-            assert kept == ["step_00000020", "step_00000030"]
-        for index in lost:
-            machines.lose(index)
-        assert machines.bring() == [30] * 4
-        saved = read_checkpoint(tmp_path / "run" / "checkpoints" / "step_00000030", "ours")
-        files = saved.files()
-        assert torch.equal(files.read("model/large"), torch.arange(64.0).reshape(8, -1) + 30)
-        assert torch.equal(files.read("model/small"), torch.full((3,), 30.0))
-        assert not any(list(machines.memory_of(index).iterdir()) for index in range(4) if index not in lost)
-        assert machines.bring() == [None] * 4
+def test_lost_machines_cost_nothing_that_the_others_have(tmp_path, make_machines, sharded, lost):
+    machines = make_machines(4)
+    machines.save(10, 20, 30, sharded=sharded)
+    for index in range(4):
+        kept = sorted(path.name for path in machines.memory_of(index).iterdir())
+        assert kept == ["step_00000020", "step_00000030"]
+    for index in lost:
+        machines.lose(index)
+    assert machines.bring() == [30] * 4
+    state = state_in(tmp_path / "run" / "checkpoints" / "step_00000030")
+    assert torch.equal(state["model/rows"], torch.arange(16.0).reshape(8, 2) + 30)
+    assert torch.equal(state["model/whole"], torch.full((5,), 31.0))
+    assert not any(list(machines.memory_of(index).iterdir()) for index in range(4) if index not in lost)
+    assert machines.bring() == [None] * 4
 
 
-def test_two_neighbours_lost_leave_what_is_on_disk(tmp_path):
-    with together(4) as on_all:
-        machines = Machines(tmp_path, on_all, 4)
-        machines.save(10)
-        machines.lose(1)
-        machines.lose(2)
-        assert machines.bring() == [None] * 4, "the shards of machine 1 were there alone"
-        assert not list((tmp_path / "run" / "checkpoints").iterdir())
-
-
-def test_the_newest_that_is_whole_is_taken(tmp_path):
+def test_the_newest_that_is_whole_is_taken(make_machines):
     """One machine was lost while it wrote: of step 20 its shards are nowhere, of step 10 they are with the next."""
-    with together(3) as on_all:
-        machines = Machines(tmp_path, on_all, 3)
-        machines.save(10, 20)
-        for index in (1, 2):
-            (machines.memory_of(index) / "step_00000020" / "shards_00001.safetensors").unlink()
-        assert machines.bring() == [10] * 3
+    machines = make_machines(3)
+    machines.save(10, 20)
+    for index in (1, 2):
+        (machines.memory_of(index) / "step_00000020" / "shards_00001.safetensors").unlink()
+    assert machines.bring() == [10] * 3
+    machines.save(30)
+    machines.lose(1)
+    machines.lose(2)  # with the shards of machine 1
+    assert machines.bring() == [None] * 3, "what is on disk is all"
 
 
-def test_what_a_machine_brings_back_that_was_away_is_not_taken(tmp_path):
+def test_what_a_machine_brings_back_that_was_away_is_not_taken(tmp_path, make_machines):
     """The others have gone on without it, from an earlier step, and are not yet at that one again."""
-    with together(3) as on_all:
-        machines = Machines(tmp_path, on_all, 3)
-        machines.save(20, sharded=False)
-        shutil.copytree(machines.memory_of(2), tmp_path / "away")
-        for index in range(3):
-            machines.lose(index)
-        (tmp_path / "run" / "metrics.jsonl").unlink()
-        machines.save(10, sharded=False)
-        shutil.rmtree(machines.memory_of(2))
-        shutil.copytree(tmp_path / "away", machines.memory_of(2))
-        assert machines.bring() == [10] * 3
+    machines = make_machines(3)
+    machines.save(20, sharded=False)
+    shutil.copytree(machines.memory_of(2), tmp_path / "away")
+    for index in range(3):
+        machines.lose(index)
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    machines.save(10, sharded=False)
+    shutil.rmtree(machines.memory_of(2))
+    shutil.copytree(tmp_path / "away", machines.memory_of(2))
+    assert machines.bring() == [10] * 3
 
 
-def test_where_the_run_directory_is_not_shared_it_is_said(tmp_path):
-    with together(3) as on_all:
-        machines = Machines(tmp_path, on_all, 3)
-        machines.save(10)
-        elsewhere = Machines(tmp_path / "elsewhere", on_all, 3)
+def test_where_the_run_directory_is_not_shared_it_is_said(tmp_path, make_machines):
+    machines = make_machines(3)
+    machines.save(10)
+    elsewhere = Machines(tmp_path / "elsewhere", machines.run, 3)
 
-        def bring(peers: Peers):
-            memory = machines.make(peers)
-            if peers.index:
-                memory._disk.folder = elsewhere.folder / "run" / "checkpoints"
-            try:
-                return memory.bring_to_disk()
-            except SaveError as error:
-                return str(error)
+    def bring(peers: Peers):
+        memory = machines.make(peers)
+        if peers.index:
+            memory._disk.folder = elsewhere.folder / "run" / "checkpoints"
+        return outcome(memory.bring_to_disk)
 
-        found = on_all(bring)
-        for said in found:
-            assert "process 1: it sees no" in said and "needs a --run_dir that all of them share" in said
-        assert list(machines.memory_of(0).iterdir()), "it is not given back: nothing is lost"
+    for said in machines.run(bring):
+        assert isinstance(said, SaveError) and "process 1: it sees no" in str(said)
+        assert "needs a --run_dir that all of them share" in str(said)
+    assert list(machines.memory_of(0).iterdir()), "it is not given back: nothing is lost"
 
 
-def test_a_memory_dir_that_lacks_on_one_machine_is_said_by_all(tmp_path):
-    with together(2) as on_all:
-        machines = Machines(tmp_path, on_all, 2)
-        (tmp_path / "memory_1").rmdir()
-
-        def make(peers: Peers):
-            try:
-                return machines.make(peers)
-            except InputError as error:
-                return str(error)
-
-        assert all("memory_1: No such file or directory" in said for said in on_all(make))
+def test_a_memory_dir_that_lacks_on_one_machine_is_said_by_all(tmp_path, make_machines):
+    machines = make_machines(2)
+    (tmp_path / "memory_1").rmdir()
+    for said in machines.run(lambda peers: outcome(machines.make, peers)):
+        assert isinstance(said, InputError) and "memory_1: No such file or directory" in str(said)
 
 
 def test_a_memory_dir_that_is_on_a_disk_is_said(tmp_path, capsys, monkeypatch):
@@ -433,49 +393,31 @@ def test_room_is_for_two_and_never_for_three(tmp_path, monkeypatch):
     assert [int(size / 2**22) for size in asked] == [2, 1, 1, 1]
 
 
-class Full:
-    """A file that takes nothing."""
+@pytest.mark.parametrize("where", ["making the folder", "the shards of the machine before"])
+def test_a_machine_without_room_ends_the_save_on_all_at_once(tmp_path, make_machines, monkeypatch, where):
+    """Nobody waits for another: that would be half an hour."""
+    machines = make_machines(3)
+    opened = Path.open
+    full = machines.memory_of(1) / ".writing_00000010" / "shards_00000.safetensors"
 
-    def __init__(self, file):
-        self.file = file
+    def opens(path: Path, *arguments, **keywords):
+        return opened(Path("/dev/full"), "wb", buffering=0) if path == full else opened(path, *arguments, **keywords)
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        self.file.close()
-
-    def write(self, content):
+    def no_room(*_):
         raise OSError(28, "No space left on device")
 
+    if where != "making the folder":
+        monkeypatch.setattr(Path, "open", opens)
 
-@pytest.mark.parametrize("where", ["making the folder", "the shards of the machine before"])
-def test_a_machine_without_room_ends_the_save_on_all_at_once(tmp_path, monkeypatch, where):
-    """Nobody waits for another: that would be half an hour."""
-    with together(3) as on_all:
-        machines, opened = Machines(tmp_path, on_all, 3), Path.open
-        full = machines.memory_of(1) / ".writing_00000010" / "shards_00000.safetensors"
+    def save(peers: Peers) -> None:
+        memory = machines.make(peers)
+        memory.run_id = f"ours.{memory.token}"
+        if where == "making the folder" and peers.index == 1:
+            memory._make = no_room
+        memory.write(copy_of(10, peers, memory._marks))
+        memory.wait()
 
-        def opens(path: Path, *arguments, **keywords):
-            file = opened(path, *arguments, **keywords)
-            return Full(file) if path == full else file
-
-        if where != "making the folder":
-            monkeypatch.setattr(Path, "open", opens)
-
-        def save(peers: Peers) -> str:
-            memory = machines.make(peers)
-            memory.run_id = f"ours.{memory.token}"
-            if where == "making the folder" and peers.index == 1:
-                memory._make = lambda *_: Full(None).write(b"")
-            try:
-                memory.write(copy_of(10, peers, True, memory._marks))
-                memory.wait()
-            except SaveError as error:
-                return str(error)
-            return "saved"
-
-        for said in on_all(save):
-            assert "could not be kept in memory" in said
-            assert "process 1: [Errno 28] No space left on device" in said
-        assert not any(list(machines.memory_of(index).glob("step_*")) for index in range(3))
+    for said in machines.run(lambda peers: outcome(save, peers)):
+        assert isinstance(said, SaveError) and "could not be kept in memory" in str(said)
+        assert "process 1: [Errno 28] No space left on device" in str(said)
+    assert not any(list(machines.memory_of(index).glob("step_*")) for index in range(3))

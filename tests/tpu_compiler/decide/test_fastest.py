@@ -697,7 +697,7 @@ PIECES = f"""%piece (p: bf16[100,1000]) -> bf16[400,1000] {{
 }}
 
 %body (a: bf16[100,1000]) -> bf16[400,1000] {{
-  ROOT %p{WORK.replace("1500", "750").replace("%f", "%piece")}
+  ROOT %p{WORK.replace("1500", "375").replace("%f", "%piece")}
 }}
 
 ENTRY"""
@@ -707,7 +707,7 @@ def test_collectives_over_one_link_run_one_after_the_other():
     """Each takes 3 us, and 1 us is beside the first. Those in fusions are in the budget of tiny_training.py."""
     found = schedule.exposed_ms(parse_program(GATHERS), parse_topology("v5litepod-4"), 4)
     assert found == pytest.approx(2 * 0.003 - 0.001)
-    loop = ' = bf16[400,1000]{1,0} while(%a), body=%body, backend_config={"known_trip_count":{"n":"2"}}'
+    loop = ' = bf16[400,1000]{1,0} while(%a), body=%body, backend_config={"known_trip_count":{"n":"4"}}'
     looped = GATHERS.replace(WORK, loop).replace("ENTRY", PIECES)  # the same 1 us, and no wait in each round
     found = schedule.exposed_ms(parse_program(looped), parse_topology("v5litepod-4"), 4)
     assert found == pytest.approx(2 * 0.003 - 0.001)

@@ -18,15 +18,11 @@ from tpu_utils.base.restarts import to_go_on
 from tpu_utils.options.parsing import parse_command_line
 
 PAGE = ROOT / "docs" / "tpu_vm.md"
-HERE = {  # commands of the page that no other test file runs: the start of each, and the test of this file that does
-    r"gcloud compute tpus tpu-vm ssh .*(apt-get|setup_tpu)": "test_the_setup",
-    r"gcloud compute tpus tpu-vm ssh .*distributed_mnist_tpu": "test_training_lines",
-    r"gcloud compute tpus tpu-vm ssh .*train.service": "test_the_service",
-    r"gcloud compute tpus tpu-vm ssh .*transformer_tpu": "test_the_line_for_several_hosts",
-    r"gcloud compute tpus tpu-vm ssh .*nohup": "test_the_calibration",
-    r".venv/bin/python -m tools.keep_running": "test_the_keeper",
-    r"python3 -m pip install --user uv|mkdir -p .venv|ln -sf": "test_libpython",
-}
+HERE = (  # how the commands begin that tests of this file do
+    r"gcloud compute tpus tpu-vm ssh .*(apt-get|setup_tpu|distributed_mnist_tpu|train.service|transformer_tpu|nohup)",
+    r".venv/bin/python -m tools.keep_running",
+    r"python3 -m pip install --user uv|mkdir -p .venv|ln -sf",
+)
 
 
 def on_the_vm(word: str) -> str:
@@ -56,18 +52,22 @@ def vm(tmp_path, monkeypatch):
         return subprocess.run(["bash", "-c", command], **settings)
 
     tool("sudo", f'if [ $1 = tee ]; then exec tee "{tmp_path}/units/$(basename $2)"; fi')
-    run.tool, run.home, run.folder = tool, home, tmp_path
+
+    def python(script: str) -> Path:
+        """In place of the checkout's Python."""
+        path = home / "tpu-examples/.venv/bin/python"
+        path.parent.mkdir(parents=True)
+        path.symlink_to(tool("python", script))
+        return path
+
+    run.tool, run.python, run.home, run.folder = tool, python, home, tmp_path
     run.calls = lambda: (tmp_path / "calls").read_text().splitlines()
     return run
 
 
 def test_every_line_is_done_here_or_excused_by_the_page():
-    commands = commands_of(PAGE)
-    for pattern, name in HERE.items():
-        assert any(re.match(pattern, text, re.S) for text, _ in commands), f"nothing is like {pattern} any more"
-        assert any(name in test for test in globals()), name
-    for text, reason in commands:
-        assert reason or any(re.match(pattern, text) for pattern in HERE), text
+    for text, reason in commands_of(PAGE):
+        assert reason or any(re.match(pattern, text, re.S) for pattern in HERE), text
 
 
 def test_the_setup(vm):
@@ -99,9 +99,7 @@ def test_the_setup(vm):
 @pytest.mark.slow
 def test_training_lines(vm):
     """The line trains: with its own words in its own folder, but for the device and the data."""
-    python = vm.tool("python", "echo $PWD")
-    (vm.home / "tpu-examples/.venv/bin").mkdir(parents=True)
-    (vm.home / "tpu-examples/.venv/bin/python").symlink_to(python)
+    vm.python("echo $PWD")
     done = vm(on_the_vm("--preset distributed --download'"))
     assert done.stdout.strip() == str(vm.home / "tpu-examples")
     words = vm.calls()[-1].split()[1:]
@@ -115,9 +113,7 @@ def test_training_lines(vm):
 
 def test_the_service(vm):
     """The unit that the page writes: what it runs, when it goes on and when it gives up."""
-    python = vm.home / "tpu-examples/.venv/bin/python"
-    python.parent.mkdir(parents=True)
-    python.symlink_to(vm.tool("python", ""))
+    python = vm.python("")
     done = vm(on_the_vm("train.service"))
     assert done.returncode == 0, done.stderr
     verbs = ("daemon-reload", "enable train", "reset-failed train", "restart train")
@@ -137,14 +133,11 @@ def test_the_service(vm):
         assert said.stderr == "" == said.stdout
 
 
-def test_the_keeper():
+def test_lines_for_scripts_are_understood():
     (line,) = [text for text, _ in commands_of(PAGE) if text.startswith(".venv/bin/python -m tools.keep_running")]
     _, _, _, _, script, *words = line.split()
     assert run_dir_of([str(ROOT / script), *words]) == Path("runs/mine")
     parse_command_line(MnistConfig, "", to_go_on(words))
-
-
-def test_the_line_for_several_hosts():
     _, script, *words = on_the_vm("transformer_tpu.py").partition(" && ")[2].split()
     config = parse_command_line(TransformerConfig, "", [word.replace("BUCKET", "bucket") for word in words])
     assert (script, config.preset, config.model_size) == ("transformer_tpu.py", "distributed", "1558M")
@@ -153,9 +146,7 @@ def test_the_line_for_several_hosts():
 def test_the_calibration(vm):
     """ssh comes back while it runs: nothing of it holds the streams of the shell that started it."""
     go = f"until [ -e {vm.folder}/go ]; do /bin/sleep 0.05; done; echo measured; echo > {vm.folder}/gone"
-    python = vm.home / "tpu-examples/.venv/bin/python"
-    python.parent.mkdir(parents=True)
-    python.symlink_to(vm.tool("python", go))
+    vm.python(go)
     assert vm(on_the_vm("nohup")).returncode == 0  # it would not return before `go` is there
     (vm.folder / "go").touch()
     assert vm(f"until [ -e {vm.folder}/gone ]; do /bin/sleep 0.05; done").returncode == 0

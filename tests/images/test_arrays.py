@@ -43,25 +43,21 @@ def test_batches_depend_on_seed_and_step_alone():
     whole = [whole.batch(step) for step in range(30)]
     resumed = TrainBatches(digits, config)
     for step in (25, 26, 29, 3):  # in any order
-        assert all(np.array_equal(a, b) for a, b in zip(whole[step], resumed.batch(step), strict=True))
+        assert all(map(np.array_equal, whole[step], resumed.batch(step)))
     other, _ = TrainBatches(digits, MnistConfig(global_batch_size=64, max_shift=1, seed=4)).batch(0)
     assert not np.array_equal(other, whole[0][0])
 
 
-def test_random_shift_moves_each_image_by_at_most_that():
-    images = np.zeros((500, 9, 9), np.uint8)
-    images[:, 4, 4] = 255
+def test_each_image_is_shifted_by_at_most_that_and_its_channels_together():
+    images = np.zeros((500, 3, 9, 9), np.uint8)
+    images[:, :, 4, 4] = [1, 2, 3]
     moved = random_shift(images, ExampleRandom([0], len(images)), 2)
-    _, y, x = np.nonzero(moved)
-    assert len(y) == 500 and set(y) == set(x) == {2, 3, 4, 5, 6}
-
-
-def test_the_channels_of_an_image_move_together():
-    grey = np.random.default_rng(1).integers(0, 255, (50, 9, 9)).astype(np.uint8)
-    colour = np.stack([grey, 255 - grey, grey // 2], 1)
-    moved, expected = (random_shift(images, ExampleRandom([0], len(images)), 2) for images in (colour, grey))
-    assert moved.shape == colour.shape and moved.dtype == np.uint8
-    assert (moved[:, 0] == expected).all() and (moved[:, 2] == expected // 2).all()
+    assert moved.dtype == np.uint8
+    _, y, x = np.nonzero(moved[:, 0])
+    assert set(y) == set(x) == {2, 3, 4, 5, 6} and len(y) == 500
+    assert len(set(zip(y, x, strict=True))) == 25, "each by its own y and x"
+    assert (moved[:, 1] == 2 * moved[:, 0]).all() and (moved[:, 2] == 3 * moved[:, 0]).all()
+    assert (random_shift(images[:, 0], ExampleRandom([0], len(images)), 2) == moved[:, 0]).all(), "grey ones"
 
 
 def test_evaluation_counts_every_example_once():
@@ -101,14 +97,11 @@ def with_value(array, place, value):
         (dict(images=IMAGES[:5]), "mine: train_images has 5 examples, its labels are 6; expected as many"),
         (dict(test_labels=LABELS[:2]), "mine: test_images has 6 examples, its labels are 2"),
         (dict(images=with_value(IMAGES, (4, 0, 1, 1), np.nan)), "train_images: example 4 has nan; expected finite"),
-        (dict(test_images=with_value(IMAGES, (2, 1), -np.inf)), "mine: test_images: example 2 has -inf"),
         (dict(images=IMAGES.astype(float) + 1e300, test_images=IMAGES.astype(float)), "example 0 has 1e\\+300"),
         (dict(labels=with_value(LABELS, 3, -1)), "train_labels: example 3 has -1; expected 0 to 2147483647: classes"),
         (dict(labels=LABELS + 2**31), "example 0 has 2147483648"),
         (dict(test_labels=LABELS * 0 - 100), "mine: test_labels are all -100, which counts neither in a loss nor"),
-        (dict(labels=LABELS * np.nan), "train_labels: example 0 has nan"),
         (dict(labels=LABELS.astype(float)), r"labels are float32 \(\) in the training set, int32"),
-        (dict(labels=LABELS[:, None]), r"labels are int32 \(1,\) in the training set"),
         (dict(test_images=IMAGES[:, 0]), r"images are float32 \(3, 8, 8\) in the .* float32 \(8, 8\) in the test set"),
         (dict(test_images=IMAGES.astype(np.uint8)), r"images are float32 .* uint8 \(3, 8, 8\) in the test set"),
         (dict(images=np.zeros((6, 2**0), "int64") + 2**40, test_images=np.zeros((6, 1), "int64")), "1099511627776"),
@@ -120,7 +113,6 @@ def with_value(array, place, value):
         (dict(images=IMAGES * 1j), "train_images is of complex64"),
         (dict(images=np.arange(6)), r"train_images is \(6,\); expected the examples along the first axis"),
         (dict(test_images=IMAGES[:0], test_labels=LABELS[:0]), r"test_images is \(0, 3, 8, 8\); .* at least one"),
-        (dict(images=IMAGES[..., :0]), r"train_images is \(6, 3, 8, 0\)"),
     ],
 )
 def test_arrays_that_cannot_be_trained_on_are_named(arrays, said):
@@ -171,11 +163,6 @@ def test_every_kind_of_number_reaches_the_device_as_it_is(kind, as_sent):
     assert send(batch, device, None)[0].float().cpu().tolist() == images.astype(float).tolist()
 
 
-def test_the_name_of_a_data_set_is_no_name_of_an_array():
-    assert ImageDataset("images", IMAGES, LABELS, IMAGES, LABELS).num_examples == 6
-    assert ImageDataset("my images", IMAGES[:, 0, 0], LABELS, IMAGES[:, 0, 0], LABELS).num_examples == 6
-
-
 def test_targets_of_a_regression_stay_floats():
     data = a_set(labels=LABELS / 2, test_labels=LABELS / 2)
     _, targets = TrainBatches(data, MnistConfig(global_batch_size=6)).batch(0)
@@ -188,6 +175,7 @@ def test_a_class_without_an_example_is_said_and_a_large_label_takes_no_memory():
     assert a_set(labels=LABELS * 2).description.endswith("6 train, 6 test; no training example of class 1 and 1 more")
     assert "class 0 and 2147483646 more" in a_set(labels=LABELS * 0 + 2**31 - 1).description
     assert "no training example" not in a_set().description
+    assert ImageDataset("images", IMAGES, LABELS, IMAGES, LABELS).num_examples == 6, "a name that arrays have too"
 
 
 def test_of_an_array_beyond_the_limit_evenly_spaced_examples_are_read(monkeypatch):

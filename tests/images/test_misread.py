@@ -1,43 +1,13 @@
-"""What a finished run shows of itself: TensorBoard's hyperparameters and goodput; what a model misreads."""
-
-import json
+"""What a model misreads: counted and drawn."""
 
 import numpy as np
 import pytest
 import torch
-from processes import run
 from small_models import Flat
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from images.arrays import ImageDataset
 from images.misread import Misread, as_bytes, find_misread, misread_figure
 from tpu_utils.base.errors import InputError
-
-
-def events(run_dir):
-    found = EventAccumulator(str(run_dir / "tensorboard"))
-    found.Reload()
-    return found
-
-
-@pytest.mark.parametrize(
-    "script", ["simple_mnist_tpu.py", pytest.param("distributed_mnist_tpu.py", marks=pytest.mark.slow)]
-)
-def test_a_finished_run_shows_what_it_was(tmp_path, script):
-    options = ["--run_dir", tmp_path / "run", "--device", "cpu", "--preset", "quick_test", "--learning_rate", "4e-3"]
-    result = run(script, *options, "--num_epochs", "1", "--warmup_steps", "2", "--channels", "4")
-    assert result.returncode == 0, result.stderr
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (summary["train_graphs"], summary["eval_graphs"]) == (1, 1)
-    assert not [path for path in (tmp_path / "run" / "tensorboard").iterdir() if path.is_dir()], "one run, one folder"
-    board = events(tmp_path / "run")
-    for phase, seconds in summary["goodput"].items():
-        (event,) = board.Scalars(f"goodput_seconds/{phase}")
-        assert event.value == pytest.approx(seconds) and event.step == summary["steps"]
-    assert board.Scalars("summary/test_accuracy")[-1].value == pytest.approx(summary["test_accuracy"])
-    options = board.summary_metadata["_hparams_/session_start_info"].plugin_data.content
-    assert b"learning_rate" in options and b"global_batch_size" in options
-    assert b"summary/test_accuracy" in board.summary_metadata["_hparams_/experiment"].plugin_data.content
 
 
 def misread_of(images, labels=None):
@@ -55,8 +25,8 @@ def misread_of(images, labels=None):
     "shape, dtype",
     [
         *(((6, 6), dtype) for dtype in (np.uint8, np.int32)),
+        *(((3, 4, 6), dtype) for dtype in (np.uint8, np.float16, np.bool_)),
         ((1, 6, 6), np.float32),
-        *(((3, 4, 6), dtype) for dtype in (np.uint8, np.float32, np.float16, np.bool_)),
     ],
 )
 def test_grey_and_colour_images_are_drawn_whatever_their_numbers(shape, dtype):
@@ -64,14 +34,14 @@ def test_grey_and_colour_images_are_drawn_whatever_their_numbers(shape, dtype):
     images = (values / 100 - 1 if np.dtype(dtype).kind == "f" else values).astype(dtype)
     found, labels, read = misread_of(images)
     wrong = np.flatnonzero(read != labels)
-    assert str(found) == f"{len(wrong)} of 8 test images misread after step 7"
     assert (found.predictions == read[wrong]).all() and (found.labels == labels[wrong]).all()
     drawn = found.images.reshape(len(wrong), *shape).astype(float)
     low, high = (0, 255) if dtype == np.uint8 else (images[wrong].min(), images[wrong].max())
     expected = (images[wrong].astype(float) - low) / (float(high) - low) * 255
     np.testing.assert_allclose(drawn, expected, atol=0.6)
     figure = misread_figure(found)
-    assert str(found) in figure.get_suptitle() and len([axes for axes in figure.axes if axes.images]) == len(wrong)
+    assert f"{len(wrong)} of 8 test images misread after step 7" in figure.get_suptitle()
+    assert len([axes for axes in figure.axes if axes.images]) == len(wrong)
 
 
 def test_sequences_are_no_pictures():
@@ -80,7 +50,7 @@ def test_sequences_are_no_pictures():
     assert as_bytes(np.abs(sequences) / np.abs(sequences).max()).shape == sequences.shape, "grey, from 0 to 1"
 
 
-@pytest.mark.parametrize("shape", [(6,), (2, 6, 6), (4, 6, 6), (6, 6, 3), (2, 3, 4, 4), (3, 2, 513), (520, 2)])
+@pytest.mark.parametrize("shape", [(6,), (2, 6, 6), (6, 6, 3), (2, 3, 4, 4), (3, 2, 513)])
 def test_images_of_another_shape_are_counted(shape):
     images = np.random.default_rng(0).integers(0, 200, (40, *shape)).astype(np.uint8)
     found, labels, read = misread_of(images)

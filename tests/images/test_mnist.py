@@ -59,10 +59,7 @@ DAMAGES = [
     (lambda path: path.write_bytes(b"\0\0"), "expected a header of"),
     (lambda path: path.write_bytes(b"\x1f\x8b" + path.read_bytes()[2:]), "magic 0x1f8b"),
     (lambda path: path.write_bytes(b""), "expected a header of"),
-    *(
-        (lambda path, kind=kind: make_irregular(path, kind), f" is a {kind}; expected MNIST")
-        for kind in ("FIFO", "folder", "character device")
-    ),
+    (lambda path: make_irregular(path, "FIFO"), "is a FIFO; expected MNIST"),
 ]
 
 

@@ -42,7 +42,6 @@ def setting(optimizer):
     [
         (dict(), None),
         (dict(lost=1), r"of model.0.weight by 0, expected \d.* \(norms\), and \d more tensors are off; use another"),
-        (dict(lost=2), r"of model.[01].\w+ by 0, expected \d.* \(norms\), and \d more tensors are off; use another"),
         (dict(left=True), r"gradients left behind of model.\d.\w+ by \d.*, expected 0 .*; use zero_grad"),
         (dict(added=1.0), r"changes metrics.values by \d.*, expected \d.* \(norms\), and 0 more"),
     ],
@@ -54,17 +53,16 @@ def test_the_first_call_is_that_of_pytorch_or_refused(optimizer, wrong, said):
     def compiled(*arguments):
         return step(*arguments, **wrong)
 
-    if said is None:
-        alone = copy.deepcopy(given)
-        generator = torch.get_rng_state()
-        expected = step(*alone)
-        torch.set_rng_state(generator)
-        assert torch.equal(first_call(step, compiled, given, {}), expected)
-        assert all(map(torch.equal, given[0].state_dict().values(), alone[0].state_dict().values()))
+    if said:
+        with pytest.raises(InputError, match=f"torch.compile of torch .* computes something else of step .*{said}"):
+            first_call(step, compiled, given, {})
         return
-    with pytest.raises(InputError, match=said) as found:
-        first_call(step, compiled, given, {})
-    assert f"torch.compile of torch {torch.__version__} computes something else of step" in str(found.value)
+    alone = copy.deepcopy(given)
+    generator = torch.get_rng_state()
+    expected = step(*alone)
+    torch.set_rng_state(generator)
+    assert torch.equal(first_call(step, compiled, given, {}), expected)
+    assert all(map(torch.equal, given[0].state_dict().values(), alone[0].state_dict().values()))
 
 
 def test_averages_of_batch_norm_and_a_result_are_compared():
@@ -81,16 +79,16 @@ def test_averages_of_batch_norm_and_a_result_are_compared():
 
 
 def test_noise_is_no_difference():
-    """Gradients of the second half are rounding errors, which differ between compilers."""
+    """The gradient of a bias before BatchNorm is a rounding error, which differs between compilers."""
 
-    def steps(scale):
-        def step(weights):
-            weights[1].add_(scale)
-            weights[0].add_(1.0)
+    def step(model, scale=1e-9):
+        with torch.no_grad():
+            model.weight.add_(1.0)
+            model.bias.add_(scale)
 
-        return step
-
-    first_call(steps(1e-9), steps(-2e-9), ([torch.ones(4), torch.ones(4)],), {})
+    model = nn.Linear(4, 1)
+    nn.init.zeros_(model.bias)
+    first_call(step, lambda model: step(model, -2e-9), (model,), {})
 
 
 def deep_step(model, optimizer, x, exact=False, lost=False):

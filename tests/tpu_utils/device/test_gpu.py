@@ -16,19 +16,9 @@ from tpu_utils.device.gpu import WAITS, Replayed, WaitCount
 from tpu_utils.options.environment import choose_device
 
 
-def record(run, inputs):
-    """As CUDA graphs do: nothing is computed now, and a replay reads and writes where the inputs lay."""
-    outputs = run(*[tensor.clone() for tensor in inputs])
-
-    def replay():
-        for held, new in zip(outputs, run(*inputs), strict=True):
-            held.copy_(new)
-
-    return replay, outputs
-
-
 class Step:
-    """weights += batch; gives their sum."""
+    """weights += batch; gives their sum. Recorded as by CUDA graphs: nothing is computed then, and a replay reads and
+    writes where the inputs lay."""
 
     def __init__(self):
         self.recorded = 0
@@ -42,30 +32,26 @@ class Step:
     def record(self, run, inputs):
         assert not any(output() is not None for output in self.outputs), "the pool's memory is still in use"
         self.recorded += 1
-        replay, outputs = record(run, inputs)
-        self.outputs = [weakref.ref(output) for output in outputs]
+        outputs = run(*[tensor.clone() for tensor in inputs])
+        held = self.outputs = [weakref.ref(output) for output in outputs]
+
+        def replay():
+            for output, new in zip(held, run(*inputs), strict=True):
+                output().copy_(new)
+
         return replay, outputs
 
 
 def test_replayed_steps_are_those_of_the_step():
-    step, weights = Step(), torch.zeros(3)
-    batches = [torch.full((3,), float(i)) for i in range(1, 6)]  # each lies elsewhere
-    sums = [step.call(weights, batch)[0] for batch in batches]
-    assert torch.stack(sums).tolist() == [3.0, 9.0, 18.0, 30.0, 45.0]  # no output lies where the next one does
-    assert weights.tolist() == [15.0] * 3 and [batch[0].item() for batch in batches] == [1, 2, 3, 4, 5]
-    assert step.recorded == 1
-
-
-def test_what_moves_later_is_still_read_and_written():
-    """A batch may lie where the one before lay, and weights elsewhere after a resumption."""
+    """Each batch lies elsewhere, or where the one before lay; the weights lie elsewhere after a resumption."""
     step, weights, batch = Step(), torch.zeros(3), torch.ones(3)
-    for _ in range(3):
-        step.call(weights, batch)
+    assert [step.call(weights, batch)[0].item() for _ in range(3)] == [3, 6, 9]
     elsewhere = weights.clone()
-    for number in range(3):
-        step.call(elsewhere, torch.full((3,), 10.0 * (number + 1)))
-    assert weights.tolist() == [3.0] * 3 and elsewhere.tolist() == [63.0] * 3
-    assert step.recorded <= 3
+    batches = [torch.full((3,), float(i)) for i in range(1, 6)]
+    sums = [step.call(elsewhere, batch)[0] for batch in batches]
+    assert torch.stack(sums).tolist() == [12, 18, 27, 39, 54]  # no output lies where the next one does
+    assert weights.tolist() == [3] * 3 and elsewhere.tolist() == [18] * 3
+    assert [batch[0].item() for batch in batches] == [1, 2, 3, 4, 5] and step.recorded <= 3
 
 
 def test_a_step_that_cannot_be_recorded_runs_kernel_by_kernel(capsys):
@@ -101,45 +87,25 @@ def test_what_waits_for_the_gpu_is_counted_and_other_warnings_are_shown(monkeypa
     assert waits.count == 2 and shown == ["something else"]
 
 
-@pytest.mark.parametrize(
-    "name, tflops",
-    [
-        ("NVIDIA H200", 989),
-        ("NVIDIA H200 NVL", 835),
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H100 NVL", 835),
-        ("NVIDIA B200", 2250),
-        ("NVIDIA A100-SXM4-40GB", 312),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA A100 80GB PCIe", 312),
-        ("NVIDIA L4", 121),
-        ("NVIDIA GeForce RTX 4090", 165.2),
-        ("Tesla T4", None),
-    ],
-)
-def test_gpus_by_the_name_that_the_driver_gives(name, tflops):
-    assert gpu_named(name).bf16_tflops == tflops
+GIVEN_NAMES = {
+    2250: ["NVIDIA B200"],
+    989: ["NVIDIA H200", "NVIDIA H100 80GB HBM3"],
+    835: ["NVIDIA H200 NVL", "NVIDIA H100 NVL"],
+    756: ["NVIDIA H100 PCIe"],
+    312: ["NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"],
+    165.2: ["NVIDIA GeForce RTX 4090"],
+    121: ["NVIDIA L4"],
+    None: ["Tesla T4"],
+}
+# L40S is no L4, a laptop's card has less, and a part of a card has a part of its peak
+WITHOUT_FIGURES = ["NVIDIA L40S", "NVIDIA GeForce GTX 1080", "", "NVIDIA GeForce RTX 4090 Laptop GPU"]
+WITHOUT_FIGURES += ["NVIDIA GeForce RTX 4090 D", "NVIDIA A100-SXM-64GB", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "NVIDIA L40S",
-        "NVIDIA GeForce GTX 1080",
-        "",
-        "NVIDIA GeForce RTX 4090 Laptop GPU",
-        "NVIDIA GeForce RTX 4090 D",
-        "NVIDIA A100-SXM-64GB",
-        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
-    ],
-)
-def test_another_gpu_has_no_figures(name):
-    """L40S is no L4, a laptop's card has less, and a part of a card has a part of its peak."""
-    assert gpu_named(name) is None
-
-
-def test_each_figure_of_a_gpu_has_its_source():
+def test_gpus_by_the_name_that_the_driver_gives():
+    for tflops, names in GIVEN_NAMES.items():
+        assert [gpu_named(name).bf16_tflops for name in names] == [tflops] * len(names), names
+    assert not [name for name in WITHOUT_FIGURES if gpu_named(name)]
     assert all(gpu.source for gpu in GPUS) and len({gpu.name for gpu in GPUS}) == len(GPUS)
 
 

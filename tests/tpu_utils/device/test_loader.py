@@ -9,45 +9,36 @@ from tpu_utils.base.process import Goodput
 from tpu_utils.device import DeviceLoader
 
 
-@pytest.fixture(scope="module")
-def device():
-    return torch_xla.device()
+def loader_of(count, error=None) -> DeviceLoader:
+    """Sends batches 0, 1, 2, ... and then raises the error, if there is one."""
 
-
-class Reader:
-    """Batches 0, 1, 2, ... and an error at the end, if there is one."""
-
-    def __init__(self, count, error=None):
-        self.count, self.error = count, error
-
-    def __iter__(self):
-        for number in range(self.count):
+    def batches():
+        for number in range(count):
             yield torch.full((3,), float(number)), torch.full((2,), number)
-        if self.error:
-            raise self.error
+        if error:
+            raise error
+
+    return DeviceLoader(batches(), torch_xla.device(), 2, Goodput())
 
 
-def test_loader_keeps_order_and_counts_other_uploads(device):
-    with DeviceLoader(Reader(7), device, 2, Goodput()) as loader:
+def test_loader_keeps_order_and_counts_other_uploads():
+    with loader_of(7) as loader:
         before = loader.uploads_beside_batches()
         assert [int(a[0]) for a, _ in loader] == list(range(7))
         assert loader.uploads_beside_batches() == before
-        torch.ones(3).to(device)
+        torch.ones(3).to(torch_xla.device())
         assert loader.uploads_beside_batches() == before + 1
 
 
-def test_an_error_of_the_reader_reaches_the_loop_after_the_batches_before_it(device):
+def test_an_error_of_the_reader_reaches_the_loop_after_the_batches_before_it():
     seen = []
-    with (
-        pytest.raises(InputError, match="shard 3"),
-        DeviceLoader(Reader(3, InputError("shard 3")), device, 2, Goodput()) as loader,
-    ):
+    with pytest.raises(InputError, match="shard 3"), loader_of(3, InputError("shard 3")) as loader:
         for a, _ in loader:
             seen.append(int(a[0]))
     assert seen == [0, 1, 2]
 
 
-def test_leaving_early_ends_the_thread(device):
-    with DeviceLoader(Reader(1000), device, 2, Goodput()) as loader:
+def test_leaving_early_ends_the_thread():
+    with loader_of(1000) as loader:
         next(loader)
     assert not loader._thread.is_alive()

@@ -180,15 +180,22 @@ def test_a_disk_without_room_for_tensorboard_costs_one_warning(tmp_path, capfd):
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 39
 
 
-def test_tensorboard_sees_a_resumed_run_as_one(tmp_path):
+def test_tensorboard_sees_a_resumed_run_as_one_and_what_it_was(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for first_step, accuracy in ((0, 0.25), (20, 0.5)):
         with RunLog(tmp_path, first_step, 100, tensorboard=True) as log:
             for step in range(first_step + 1, 31):
                 log.evaluation(step, accuracy=accuracy)
+            if first_step:
+                log.summary({"mine": 1}, {"steps": 30, "loss": 0.125, "goodput": {"step": 1.5}})
+    assert not [path for path in (tmp_path / "tensorboard").iterdir() if path.is_dir()], "one run, one folder"
     found = EventAccumulator(str(tmp_path / "tensorboard"))
     found.Reload()
-    assert found.Tags()["scalars"] == ["eval/accuracy"]
-    shown = [(event.step, event.value) for event in found.Scalars("eval/accuracy")]
-    assert shown == [(step, 0.25 if step <= 20 else 0.5) for step in range(1, 31)]
+    shown = {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+    assert shown.pop("eval/accuracy") == [(step, 0.25 if step <= 20 else 0.5) for step in range(1, 31)]
+    of_the_end = {"summary/steps": 30, "summary/loss": 0.125, "goodput_seconds/step": 1.5}
+    assert shown == {tag: [(30, value)] for tag, value in of_the_end.items()}
+    contents = {tag: data.plugin_data.content for tag, data in found.summary_metadata.items()}
+    assert b"mine" in contents["_hparams_/session_start_info"]
+    assert b"summary/loss" in contents["_hparams_/experiment"]

@@ -11,8 +11,8 @@ Run:     python simple_mnist_tpu.py --compile_for v5litepod-1
          python aot_tpu.py SCRIPT --topology v5litepod-1 --fit global_batch_size
              the largest value that fits
          python aot_tpu.py SCRIPT --topology v5litepod-8,v6e-8 --search
-             the fastest setting of each slice; with --price and --tokens the
-             cheapest slice: docs/search.md
+             the fastest setting of each slice; with --price the cheapest slice:
+             docs/search.md
          python aot_tpu.py SCRIPT --topology v5litepod-1 --diff '--remat' ''
              two sets of options, or two commits, line by line
          python aot_tpu.py SCRIPT --topology v5e-1,v5e-8 --picture FILE.png

@@ -31,7 +31,8 @@ def loss(weights, tokens):
 
 
 def step(weights, tokens):
-    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights, tokens))
+    mean, gradients = jax.value_and_grad(loss)(weights, tokens)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), mean
 
 
 def calls_the_host(weights, tokens):
@@ -45,7 +46,8 @@ def main(folder: Path, slice_name: str) -> None:
     rows = NamedSharding(mesh, PartitionSpec("fsdp"))
     weights = {name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=rows) for name, shape in SHAPES.items()}
     tokens = jax.ShapeDtypeStruct((BATCH, LENGTH, WIDTH), jnp.float32, sharding=rows)
-    jitted = jax.jit(step, donate_argnums=0)
+    sharded = dict(donate_argnums=0, out_shardings=(rows, NamedSharding(mesh, PartitionSpec())))
+    jitted = jax.jit(step, **sharded)
     lowered = jitted.trace(weights, tokens).lower(lowering_platforms=("tpu",))
     (folder / "shardy.mlir").write_text(lowered.as_text(debug_info=True))
     (folder / "shardy.txt").write_text(lowered.as_text("hlo"))
@@ -59,11 +61,12 @@ def main(folder: Path, slice_name: str) -> None:
     (folder / "memory.json").write_text(json.dumps({name: getattr(stats, name) for name in names}))
     (folder / "callback.mlir").write_text(jax.jit(calls_the_host).trace(weights, tokens).lower().as_text())
     alone = [jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), each) for each in (weights, tokens)]
-    lowered = jitted.trace(*alone).lower(lowering_platforms=("tpu",))  # says which output takes which input's buffer
+    alone_jitted = jax.jit(step, donate_argnums=0)  # says which output takes which input's buffer
+    lowered = alone_jitted.trace(*alone).lower(lowering_platforms=("tpu",))
     (folder / "alone.mlir").write_text(lowered.as_text())
     (folder / "alone.txt").write_text(lowered.as_text("hlo"))
     jax.config.update("jax_use_shardy_partitioner", False)
-    lowered = jax.jit(step, donate_argnums=0).trace(weights, tokens).lower(lowering_platforms=("tpu",))
+    lowered = jax.jit(step, **sharded).trace(weights, tokens).lower(lowering_platforms=("tpu",))
     (folder / "gspmd.mlir").write_text(lowered.as_text())
 
 

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import sys
+import textwrap
 import time
 from base64 import b64decode
 from functools import partial
@@ -84,7 +85,7 @@ def ask_compiler(
         if planned:
             python = newest / "bin" / "python" if newest else Path(sys.executable)
             plan = partial(plan_program, python)
-            compiled = compile_elsewhere(plan, traced, topology, options, takes_minutes=False)
+            compiled = compile_elsewhere(plan, traced, topology, options, "planning")
         if compiled is None and newest:
             compiled = compile_elsewhere(partial(compile_there, newest), traced, topology, options)
         compiled = compiled or compile_program(traced, topology, options)
@@ -254,7 +255,9 @@ def _refused(message: str, traced: Traced, facts: dict) -> Report:
     elif total := re.search(r"the total memory required for HLO temporaries \(([\d.]+)G\) exceeds", message):
         memory = argument_bytes(traced) | {"activations": int(float(total[1]) * GIB)}  # libtpu 0.0.52 says it so
         peak = sum(memory.values())
-    reason = found[0] if found else message.strip().splitlines()[0][:300]
+    reason = found[0] if found else textwrap.shorten(message.strip().splitlines()[0], 300, placeholder=" ...")
+    if "xla.sdy" in message:
+        reason = "it does not take this program's Shardy annotations; lower it with jax_use_shardy_partitioner=False"
     return Report(
         **facts,
         compiles=False,

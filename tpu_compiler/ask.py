@@ -11,6 +11,7 @@ import torch_xla.runtime as xr
 
 from tpu_compiler.answer import ask_compiler, hand_over
 from tpu_compiler.compile.cache import cache_of_environment
+from tpu_compiler.compile.compiling import progress
 from tpu_compiler.compile.tracing import create_state, trace_step
 from tpu_compiler.decide.search import OUTPUT_VARIABLE, suggest
 from tpu_compiler.estimate.calibration import CALIBRATION, read_calibration
@@ -60,13 +61,16 @@ def compile_for(
     optimizers = [a for a in everything if isinstance(a, torch.optim.Optimizer)]
     for optimizer in optimizers:
         prime(optimizer)
-    traced = trace_step(step, *args, owners=(model, *optimizers, *owners), **kwargs)
+    with progress(f"tracing for {topology}"):
+        traced = trace_step(step, *args, owners=(model, *optimizers, *owners), **kwargs)
     sizes = dict(examples=examples, unit=unit, model_flops=model_flops)
     result, text = ask_compiler(traced, topology, **sizes, settings=settings, cache=cache_of_environment())
     result = with_tokens(result, **reads) if reads else result
     if shapes:  # a model's size does not say whether its tokens are those of the data, which may be bytes
         shape = shapes[0]
         said = f"layers {shape.num_layers}, width {shape.embedding_dim}, vocabulary {shape.vocab_size}"
+        asked = {"batch": settings.get("global_batch_size"), "mesh": mesh is not None and settings.get("mesh")}
+        said += "".join(f", {name} {value}" for name, value in asked.items() if value)
         result = dataclasses.replace(result, notes=[*result.notes, said])
     if not alone:
         return hand_over(traced, result, text)

@@ -57,11 +57,14 @@ def read_program(path: Path) -> Traced:
         if re.match(r"(\s*//[^\n]*\n)*\s*HloModule\b", text):
             if re.search(OPTIMIZED, text, re.MULTILINE):
                 raise InputError(f"{path} was optimized already; expected {EXPECTED}; {HOW}")
-            hlo, text, free_outputs = hlo_of_text(text)
+            hlo, text = hlo_of_text(text)
         else:
-            hlo, text, free_outputs = hlo_of_stablehlo(content)
+            hlo, text = hlo_of_stablehlo(content)
         with program_inputs(hlo) as (_, function):
             count = len(function.arguments)
+            named = function.attributes  # a program may have none of results
+            results = named["res_attrs"] if "res_attrs" in named else ()  # noqa: SIM401, it has no get()
+            free_outputs = tuple("mhlo.sharding" not in {a.name for a in attributes} for attributes in results)
     except InputError:
         raise
     except UNREADABLE as error:
@@ -74,6 +77,8 @@ def read_program(path: Path) -> Traced:
             "device; leave jax.debug, io_callback and prints out of the step"
         )
     header = text.partition("\n")[0]
+    if said := re.search(r"\ballow_spmd_sharding_propagation_to_output=\{([a-z,]+)\}", header):
+        free_outputs = tuple(word == "true" for word in said[1].split(","))
     donors = {int(n) for n in re.findall(r"\((\d+), \{[\d, ]*\}", "".join(re.findall(OVERWRITTEN, header)))}
     return Traced(
         hlo=hlo,
@@ -85,7 +90,7 @@ def read_program(path: Path) -> Traced:
         seconds=time.monotonic() - start,
         given=True,
         shardy="xla.sdy.meshes" in header,
-        free_outputs=free_outputs,
+        free_outputs=free_outputs or (True,),
     )
 
 

@@ -30,7 +30,7 @@ CHATS = dict(run_dir="runs/finetune", dataset="chat", train_data="chats.jsonl", 
 CHATS |= dict(num_steps=1000, learning_rate=1e-5, warmup_steps=50)
 ONE_CHIP = ON_TPU | dict(optimization_level="aggressive", attention="flash", remat=True, scan_layers=True)
 OF_8B = dict(scan_layers=False, remat_keep="attention", sequence_length=8192, global_batch_size=8)
-OF_8B |= dict(compiler_options="xla_tpu_scoped_vmem_limit_kib=98304")
+OF_8B |= dict(compiler_options="xla_tpu_scoped_vmem_limit_kib=98304", run_dir="runs/finetune_8B")
 
 
 @dataclass(frozen=True)

@@ -61,4 +61,4 @@ def test_the_preset_fits_a_v6e():
     (report,) = json.loads(done.stdout)
     assert report["fits"] and report["settings"]["preset"] == "finetune"
     assert report["settings"]["layers"] == 28 and 9 < report["peak_bytes"] / 2**30 < 13
-    assert report["notes"] == ["layers 28, width 1024, vocabulary 151936"]
+    assert report["notes"] == ["layers 28, width 1024, vocabulary 151936, batch 8"]

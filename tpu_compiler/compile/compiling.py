@@ -83,7 +83,7 @@ def compile_program(traced: Traced, topology: Topology, options: dict[str, str] 
     devices = compile_only_devices(topology)[: _devices_needed(traced, topology)]
     compile_options = _compile_options(traced, devices, options or {})
     start = time.monotonic()
-    with program_inputs(traced.hlo) as (module, main), _progress(f"compiling for {topology.name}"):
+    with program_inputs(traced.hlo) as (module, main), progress(f"compiling for {topology.name}"):
         # the traced program says nothing of aliasing; PyTorch/XLA adds it when it compiles, and so must we
         donor = {"jax.buffer_donor": ir.BoolAttr.get(True)}
         arguments = []
@@ -98,6 +98,8 @@ def compile_program(traced: Traced, topology: Topology, options: dict[str, str] 
         if any(free):
             build = compile_options.executable_build_options
             build.allow_spmd_sharding_propagation_to_parameters = free
+        if traced.shardy and "res_attrs" in main.attributes:  # GSPMD's; those of a scalar alone turn Shardy off
+            del main.attributes["res_attrs"]
         executable = compiler.backend_compile_and_load(
             devices[0].client, module, DeviceList(tuple(devices)), compile_options, []
         )
@@ -124,14 +126,14 @@ def _devices_needed(traced: Traced, topology: Topology) -> int:
 
 
 def compile_elsewhere(
-    ask: Callable, traced: Traced, topology: Topology, options: dict[str, str] | None = None, takes_minutes: bool = True
+    ask: Callable, traced: Traced, topology: Topology, options: dict[str, str] | None = None, doing: str = "compiling"
 ) -> Compiled:
     """As compile_program, in a process of its own. ask: compile_there() or plan_program(), which know where."""
     _devices_needed(traced, topology)
     request = dict(partitions=traced.partitions, replicas=traced.replicas)
     request |= dict(donated=traced.donated, shardings=traced.shardings, given=traced.given, shardy=traced.shardy)
     request |= dict(free_outputs=traced.free_outputs)
-    with _progress(f"compiling for {topology.name}") if takes_minutes else contextlib.nullcontext():
+    with progress(f"{doing} for {topology.name}"):
         answer, text = ask(traced.hlo, topology, options or {}, **request)
     if "error" in answer:
         raise jax.errors.JaxRuntimeError(answer["error"])
@@ -153,20 +155,18 @@ UNREADABLE = (*OTHERS, ir.MLIRError, struct.error)
 """What jax raises for a program that it cannot read."""
 
 
-def hlo_of_text(text: str) -> tuple[bytes, str, tuple[bool, ...]]:
-    """(serialized HloModuleProto, its text, Traced.free_outputs) of HLO text. Raises UNREADABLE for another text.
+def hlo_of_text(text: str) -> tuple[bytes, str]:
+    """(serialized HloModuleProto, its text) of HLO text. Raises UNREADABLE for another text.
 
     What the program says of outputs that overwrite inputs stays in the text alone: Traced.donated has it, and the
     compiler refuses to be told both ways.
     """
     header = text.partition("\n")[0]
     module = _jax.hlo_module_from_text(text.replace(header, re.sub(rf"{OVERWRITTEN},? ?", "", header), 1))
-    said = re.search(r"allow_spmd_sharding_propagation_to_output=\{([a-z,]+)\}", header)
-    free = tuple(word == "true" for word in said[1].split(",")) if said else (True,)
-    return module.as_serialized_hlo_module_proto(), text, free
+    return module.as_serialized_hlo_module_proto(), text
 
 
-def hlo_of_stablehlo(content: bytes) -> tuple[bytes, str, tuple[bool, ...]]:
+def hlo_of_stablehlo(content: bytes) -> tuple[bytes, str]:
     """As hlo_of_text, of StableHLO: text, bytecode, a portable artifact, or what jax.export has serialized."""
     if content.startswith(b"ML\xefR"):
         content = _jax.mlir.deserialize_portable_artifact(content)
@@ -180,7 +180,7 @@ def hlo_of_stablehlo(content: bytes) -> tuple[bytes, str, tuple[bool, ...]]:
         if re.search(r"\?x|<\?", str(main.type)):
             raise ValueError(f"main has shapes that are not fixed, {main.type!s:.100}")
         arguments = []
-        named = main.attributes  # a program may have none of arguments or results
+        named = main.attributes  # a program may have none of arguments
         for attributes in named["arg_attrs"] if "arg_attrs" in named else ():  # noqa: SIM401, it has no get()
             known = {a.name: a.attr for a in attributes}
             if known.pop("tf.aliasing_output", None):
@@ -188,8 +188,6 @@ def hlo_of_stablehlo(content: bytes) -> tuple[bytes, str, tuple[bool, ...]]:
             arguments.append(ir.DictAttr.get(known))
         if arguments:
             main.arg_attrs = ir.ArrayAttr.get(arguments)
-        given = named["res_attrs"] if "res_attrs" in named else ()  # noqa: SIM401
-        results = [{a.name for a in attributes} for attributes in given]
         written = io.BytesIO()
         module.operation.write_bytecode(written)
         computation = _jax.mlir.mlir_module_to_xla_computation(written.getvalue(), False, False)
@@ -197,8 +195,7 @@ def hlo_of_stablehlo(content: bytes) -> tuple[bytes, str, tuple[bool, ...]]:
     text = computation.as_hlo_text()
     partitions, replicas = (counts.get(f"mhlo.num_{name}", 1) for name in ("partitions", "replicas"))
     header = f" num_partitions={partitions}, replica_count={replicas},"
-    free = tuple(not names & {"mhlo.sharding", "sdy.sharding"} for names in results) or (True,)
-    return computation.as_serialized_hlo_module_proto(), text.replace(",", f",{header}", 1), free
+    return computation.as_serialized_hlo_module_proto(), text.replace(",", f",{header}", 1)
 
 
 def _compile_options(traced: Traced, devices: list, options: dict[str, str]) -> CompileOptions:
@@ -215,11 +212,12 @@ def _compile_options(traced: Traced, devices: list, options: dict[str, str]) -> 
     return compile_options
 
 
-EXPECTED = "GPT-2's 12 layers took two minutes on two quiet cores; --scan_layers compiles one of them"
+EXPECTED = "GPT-2's 12 layers took two minutes on two quiet cores"
+EXPECTED_PLAN = "Qwen3 8B's 36 unrolled layers took a minute to trace and plan"
 
 
 @contextlib.contextmanager
-def _progress(doing: str):
+def progress(doing: str):
     """Says on stderr what to expect, then that the compiler still works: one moving line on a terminal, else lines,
     each after twice the time of the one before."""
     done = threading.Event()
@@ -229,7 +227,8 @@ def _progress(doing: str):
     def tell() -> None:
         wait = 1 if terminal else 10
         if not done.wait(wait):
-            print(f"{doing}: {EXPECTED}", file=sys.stderr, flush=True)
+            expected = EXPECTED if doing.startswith("compiling") else EXPECTED_PLAN
+            print(f"{doing}: {expected}", file=sys.stderr, flush=True)
         while not done.wait(wait):
             wait *= 1 if terminal else 2
             line = f"{doing}: {time.monotonic() - start:.0f} s, {host_peak_gib():.1f} GiB of host memory"

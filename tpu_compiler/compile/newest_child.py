@@ -50,8 +50,7 @@ def compile_program(hlo: bytes, request: dict, folder: Path) -> dict:
     build.use_spmd_partitioning = partitions > 1
     build.use_shardy_partitioner = request["shardy"]
     build.allow_spmd_sharding_propagation_to_output = request["free_outputs"]
-    ids = np.array([device.id for device in devices]).reshape(replicas, partitions)
-    build.device_assignment = _jax.DeviceAssignment.create(ids)
+    build.device_assignment = _jax.DeviceAssignment.create(np.reshape([d.id for d in devices], (replicas, partitions)))
     start = time.monotonic()
     with make_ir_context():
         module = ir.Module.parse(hlo_to_stablehlo(hlo))
@@ -69,6 +68,8 @@ def compile_program(hlo: bytes, request: dict, folder: Path) -> dict:
         main.arg_attrs = ir.ArrayAttr.get(arguments)
         if any(free):
             build.allow_spmd_sharding_propagation_to_parameters = free
+        if request["shardy"] and "res_attrs" in main.attributes:  # GSPMD's; those of a scalar alone turn Shardy off
+            del main.attributes["res_attrs"]
         executable = compiler.backend_compile_and_load(
             devices[0].client, module, _jax.DeviceList(tuple(devices)), options, []
         )

@@ -19,7 +19,7 @@ from tpu_compiler.decide.fastest import (
     ms_per_example,
     step_ms,
 )
-from tpu_compiler.decide.search import OutOfTimeError, compile_afresh, compile_script
+from tpu_compiler.decide.search import OutOfTimeError, compile_afresh, compile_script, option_name
 from tpu_compiler.estimate.report import ERROR, PLAN_ERROR, PLANNED, ROOFLINE, Report, markdown
 from tpu_utils.base.hardware import GENERATIONS, GIB, parse_topology
 
@@ -98,10 +98,7 @@ def decide(
     if not 0 < terms.minutes < math.inf:
         raise ValueError(f"--minutes is {terms.minutes}; expected more than 0")
     check_prices(terms.prices, topologies)
-    if terms.prices and not terms.tokens:
-        raise ValueError(
-            "--price is given without --tokens; expected how many the run is to see, such as --tokens 10e9"
-        )
+    tokens = terms.tokens or (1e9 if terms.prices else None)
     best, left = {}, terms.minutes * 60
     for place, topology in enumerate(topologies):
         say(f"{topology}: searching; each line is one setting, in milliseconds a step")
@@ -116,10 +113,12 @@ def decide(
         say(f"{topology}: {len(found.trials)} settings, {len(fresh)} {done} now{ended}")
         say(format_trials(found.trials, best[topology]))
     fitting = {name: trial for name, trial in best.items() if trial}
-    if len(topologies) > 1 or terms.tokens:
-        say(format_slices(best, terms.tokens, terms.prices))
+    if len(topologies) > 1 or tokens:
+        say(format_slices(best, tokens, terms.prices))
     for name, trial in fitting.items():
-        say(f"{name}:" if len(fitting) > 1 else "to run it:")
+        from_scratch = "model_config" in map(option_name, trial.options)
+        hint = " (to fine-tune, --initial_weights FOLDER in place of --model_config)" if from_scratch else ""
+        say(f"{name if len(fitting) > 1 else 'to run it'}{hint}:")
         say(command_of(script, trial))
     return [trial.report for trial in fitting.values()]
 
@@ -165,7 +164,7 @@ def format_trials(trials: Sequence[Trial], best: Trial | None) -> str:
 
 
 def command_of(script: str, trial: Trial) -> str:
-    return shlex.join(["python", script, *trial.options])
+    return shlex.join([".venv/bin/python", script, *trial.options])
 
 
 def format_slices(best: dict[str, Trial | None], tokens: float | None, prices: dict[str, float]) -> str:

@@ -60,12 +60,17 @@ def _step_seconds(
     sent = {}  # seconds by collective
     for operation, kind, *_, size in list_collectives(computations, num_devices) if num_devices else ():
         sent[channel_of(operation)] = size / (link_share(kind, topology) * hardware.link_gb_per_s) / 1e9
-    bodies = {name for name, _, _ in scheduled(computations)}
+    bodies = {}
+    owner = {}  # of a collective: callers stand last, and what starts there may have pieces in the loops it runs beside
+    for name, _, operations in scheduled(computations):
+        bodies[name] = {o.name: collectives_in(o, computations) & sent.keys() for o in operations}
+        owner |= {channel: name for channels in bodies[name].values() for channel in channels}
 
-    def transfers(operation: Operation, types: dict[str, str]) -> Iterator[tuple[str, str, float]]:
+    def transfers(name: str, operation: Operation, types: dict[str, str]) -> Iterator[tuple[str, str, float]]:
         """(name, link, seconds) of those that an operation is a piece of."""
-        for channel in collectives_in(operation, computations) & sent.keys():
-            yield channel, LINKS, sent[channel]
+        for channel in bodies[name][operation.name]:
+            if owner[channel] == name:
+                yield channel, LINKS, sent[channel]
         direction, size = host_bytes(operation, types) if num_devices and hardware.host_gb_per_s else ("", 0)
         if size:
             yield operation.name, direction, size / hardware.host_gb_per_s / 1e9 * hardware.devices_per_chip
@@ -75,7 +80,7 @@ def _step_seconds(
         """Seconds of one pass through a computation."""
         operations = computations[name]
         types = {operation.name: operation.type for operation in operations}
-        found = {operation.name: list(transfers(operation, types)) for operation in operations}
+        found = {operation.name: list(transfers(name, operation, types)) for operation in operations}
         for operation in operations:
             if operation.kind.endswith(("-done", "-update")) and operation.operands:
                 found[operation.name] = found.get(operation.operands[0], [])

@@ -335,7 +335,7 @@ def test_a_transformer_is_sharded_as_its_table_says():
     """Parameters and optimizer state alike, also where the traced step only reads them before it replaces them."""
     options = ("--mesh=2x4x1", "--num_layers=1", "--num_heads=4", "--embedding_dim=512", "--sequence_length=128")
     report = planned_on_eight(*options)
-    assert report.notes == ["layers 1, width 512, vocabulary 64"]  # what no size of a model says
+    assert report.notes == ["layers 1, width 512, vocabulary 64, batch 32, mesh 2x4x1"]  # what no size of a model says
     memory = report.memory
     weights = 12 * 512**2 * 4 / 4
     assert memory["parameters"] == pytest.approx(weights, rel=0.1)

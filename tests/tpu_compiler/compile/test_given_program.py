@@ -57,7 +57,7 @@ def test_memory_is_what_jax_says_itself(programs, forked, monkeypatch, capsys, t
     assert aot_tpu.main([*question, "--json"]) == 0
     r = Report(**json.loads(capsys.readouterr().out)[0])
     stats = json.loads((programs / "memory.json").read_text())
-    assert r.devices == 8 and r.fits and set(r.collectives) == {"all-gather", "reduce-scatter"}
+    assert r.devices == 8 and r.fits and set(r.collectives) == {"all-gather", "all-reduce", "reduce-scatter"}
     assert r.memory["inputs"] == stats["argument_size_in_bytes"]
     assert stats["alias_size_in_bytes"] and "4 of 5 inputs are overwritten (donated)" in r.notes
     assert r.memory["program"] == stats["generated_code_size_in_bytes"]

@@ -123,7 +123,7 @@ class MemoryCheckpoints(Checkpoints):
                 self._finish(copy, aside, written, elsewhere if self._others_have_own else {})
             if self._disk._mirror and self._peers.index == 0:
                 self._disk._mirror.send_logs()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, SaveError) as error:
             if self._marks:
                 shutil.rmtree(aside, ignore_errors=True)
             raise SaveError(
@@ -252,7 +252,7 @@ class MemoryCheckpoints(Checkpoints):
         try:
             self._peers.on_all(make)
             self._peers.on_all(put)
-        except OSError as error:
+        except (OSError, ValueError, SaveError) as error:
             raise SaveError(f"the checkpoint of step {step}, in memory, could not be put on disk: {error}") from error
 
         def mark() -> None:

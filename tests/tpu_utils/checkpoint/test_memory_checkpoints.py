@@ -345,6 +345,30 @@ def test_what_a_machine_brings_back_that_was_away_is_not_taken(tmp_path, make_ma
     assert machines.bring() == [10] * 3
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_bucket_that_takes_nothing_on_one_machine_is_said_by_all(make_machines, count):
+    machines = make_machines(count)
+    machines.save(10)
+
+    class Full:
+        folder = machines.folder
+
+        def unmark(self, folder):
+            """There is none."""
+
+        def put(self, path):
+            raise SaveError(f"{path.name} could not be uploaded")
+
+    def bring(peers: Peers):
+        memory = machines.make(peers)
+        memory._disk._mirror = Full()
+        return outcome(memory.bring_to_disk)
+
+    for said in machines.run(bring):
+        assert isinstance(said, SaveError) and "in memory, could not be put on disk" in str(said), said
+    assert list(machines.memory_of(0).iterdir()), "it is not given back: nothing is lost"
+
+
 def test_where_the_run_directory_is_not_shared_it_is_said(tmp_path, make_machines):
     machines = make_machines(3)
     machines.save(10)

@@ -91,8 +91,9 @@ def test_a_notice_asks_to_stop_like_sigterm(metadata, stop, capsys, key, before,
     metadata.set(key, notice)
     assert waits(lambda: stop.signal) == signal.SIGTERM
     assert f"{key} = {notice}: stopping at the next step boundary" in capsys.readouterr().out
-    first, second, *_ = [options for name, options in metadata.asked if name == key]
-    assert first == {} and (second["wait_for_change"], second["last_etag"]) == ("true", etag(before))
+    questions = [options for name, options in metadata.asked if name == key]
+    waiting = next(options for options in questions if options)
+    assert questions[0] == {} and (waiting["wait_for_change"], waiting["last_etag"]) == ("true", etag(before))
 
 
 def test_a_run_under_a_notice_saves_says_so_and_ends_with_143(metadata, tmp_path, capsys, monkeypatch):

@@ -21,8 +21,8 @@ step/         graphs (@one_graph: a second graph is an error), seen and second_g
               rates, Adam), sgd, replicas (DistributedDataParallel), average (of weights)
 checkpoint/   the folder of checkpoints and the thread that writes them; saved, loading, streaming, state,
               sharded_tensors, tensor_reading; memory (in the memory of the hosts); resume (where a run begins)
-trial/        in plain PyTorch before anything is compiled: checks (check_model), refusals, trials (evaluations),
-              first_step (training steps); unsaved (what steps change and no checkpoint holds)
+trial/        in plain PyTorch before anything is compiled: checks (check_model), trials (evaluations), first_step and
+              tried_step (training steps); unsaved (what steps change and no checkpoint holds)
 """
 
 import getpass

@@ -105,9 +105,8 @@ def device_memory(device: torch.device) -> dict[str, int] | None:
     The comparison of a first call with eager PyTorch is not in the peak."""
     if not IS_GPU:
         return None
-    from tpu_utils.device.gpu import memory
-
-    return memory(device)
+    used, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    return dict(bytes_used=used, bytes_limit=torch.cuda.mem_get_info(device)[1], peak_bytes_used=peak)
 
 
 def compile_step(function: Callable, begin: Callable = lambda: None, keep_rates: Callable = lambda _: None) -> Callable:

@@ -29,11 +29,6 @@ class Replica:
     _barrier: threading.Barrier
     _given: list
 
-    @staticmethod
-    def make(count: int) -> list["Replica"]:
-        barrier, given = threading.Barrier(count, timeout=60), [None] * count  # the rest failed: BrokenBarrierError
-        return [Replica(ordinal, count, barrier, given) for ordinal in range(count)]
-
     def __enter__(self) -> None:
         self._token = replica_tried.set(self)
 
@@ -162,9 +157,10 @@ def average(parameter: nn.Parameter, replica: Replica | None) -> torch.Tensor:
 
 def by_two(trial: Trial, **options: bool) -> list[Tried]:
     """The step, tried by two replicas in threads, with half of the even rows each."""
+    barrier, given = threading.Barrier(2, timeout=60), [None, None]  # where one fails: BrokenBarrierError in the other
     with drawing_from(0), ThreadPoolExecutor(2) as threads:
-        tried = threads.map(lambda one: trial.tried(trial.even[one.ordinal :: 2], one, **options), Replica.make(2))
-        return [*tried]
+        replicas = (Replica(ordinal, 2, barrier, given) for ordinal in range(2))
+        return [*threads.map(lambda one: trial.tried(trial.even[one.ordinal :: 2], one, **options), replicas)]
 
 
 def held_alike(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -19,6 +19,7 @@ from torch import nn
 from tpu_utils.base.errors import InputError, is_own
 from tpu_utils.checkpoint.state import Tracked
 from tpu_utils.device import seed_host
+from tpu_utils.step.seen import shape_of
 
 NO_STATE = {*vars(nn.Module()), *vars(torch.optim.SGD([torch.zeros(1)]))}
 """Attributes that every module or optimizer has."""
@@ -253,7 +254,7 @@ def says(step: str, found: list[tuple[str, Any, Any]]) -> str:
     for path, value, old in found:
         root, name = path.partition(".")[0].partition("[")[0], path.rpartition(".")[2]
         if isinstance(value, torch.Tensor):
-            names.append(f"{path} ({str(value.dtype).removeprefix('torch.')}{list(value.shape)})")
+            names.append(f"{path} ({shape_of(value)})")
             remedies.add(f"{root}={root} among what run.track() is given, and the tensor in its state_dict()")
         elif isinstance(value, bool | int | float | str):
             names.append(f"{path} ({old!r} -> {value!r})")

@@ -48,10 +48,10 @@ if not hasattr(torch._dynamo.config, "trace_autograd_ops"):  # what it computes 
 
 
 def choose_compiler(name: str, deterministic: bool) -> None:
-    """As dynamo.choose_compiler(). deterministic: a GPU's kernels give the same bits each time."""
+    """name: inductor, eager or auto. deterministic: a GPU's kernels give the same bits each time."""
     from tpu_utils.device import dynamo  # not read beside torch_xla, as below
 
-    dynamo.choose_compiler(name)
+    dynamo.compiler = name
     if IS_GPU:
         from tpu_utils.device.gpu import prepare  # only for a GPU
 

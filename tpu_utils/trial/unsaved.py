@@ -161,8 +161,8 @@ class Unsaved:
                 f"{step.__name__} gets {name} from its last call, and no checkpoint holds it; expected one tensor that "
                 f"the step writes to, {name}.copy_(...), and run.track({name}={name}, ...)"
             )
-        left = self._rates
-        self._rates = {path: rate for path, rate in rates_in(named).items() if is_other(rate, left.get(path, rate))}
+        rates = rates_in(named)
+        self._rates = {path: rates[path] for path, _, _ in changes(self._rates, rates) if path in self._rates}
         if self._calls.get(id(step)) == 1:
             _, look, before = self._seen[id(step)]
             before |= {path: leaf for path, leaf in look().items() if not isinstance(leaf[0], torch.Tensor)}
@@ -171,7 +171,7 @@ class Unsaved:
         """Call it after each call of a step. batch: what goes up in each step."""
         if is_training:
             rates = rates_in(named)
-            if unused := [path for path, rate in self._rates.items() if is_other(rate, rates[path])]:
+            if unused := [path for path, _, _ in changes(self._rates, rates) if path in self._rates]:
                 raise InputError(
                     f"{step.__name__} computes with a rate of its own, so {unused[0]}, which the loop has set, has no "
                     "effect; expected another schedule, such as learning_rates(config, num_steps) times a factor of "
@@ -231,11 +231,6 @@ class Unsaved:
         # what was not there before may be a cache
         if found := [change for change in found if change[0] not in self._constant]:
             raise InputError(says(step.__name__, found))
-
-
-def is_other(rate: tuple[Any, Any], before: tuple[Any, Any]) -> bool:
-    """Whether it is another tensor, or was written to."""
-    return rate[0] is not before[0] or rate[1] != before[1]
 
 
 def rates_in(named: dict[str, Any]) -> Leaves:

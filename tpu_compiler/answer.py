@@ -22,8 +22,9 @@ except ImportError:  # jax 0.10, which --through torch may run under
 
 from tpu_compiler.compile import compiling
 from tpu_compiler.compile.cache import Cache, digest
-from tpu_compiler.compile.compiling import Compiled, compile_elsewhere, compile_program, host_peak_gib, program_inputs
+from tpu_compiler.compile.compiling import Compiled, compile_elsewhere, compile_program, host_peak_gib
 from tpu_compiler.compile.newest import CHILD, compile_there, environment_versions
+from tpu_compiler.compile.newest_child import program_inputs
 from tpu_compiler.compile.planned import PLAN_VARIABLE, plan_program
 from tpu_compiler.compile.traced import Traced
 from tpu_compiler.decide.search import OUTPUT_VARIABLE
@@ -43,6 +44,7 @@ from tpu_compiler.estimate.reading import (
 from tpu_compiler.estimate.report import PLANNED, Report
 from tpu_compiler.estimate.rules import moved_bytes, ruled_ms
 from tpu_compiler.estimate.schedule import LinkShare, all_links, exposed_ms, read_host_transfers
+from tpu_utils.base.errors import InputError
 from tpu_utils.base.hardware import GIB, Topology, parse_topology
 from tpu_utils.options.virtual_slice import COMPILER_VARIABLE, check_private_interfaces
 
@@ -55,40 +57,44 @@ def ask_compiler(
     unit: str = "examples",
     model_flops: float | None = None,
     settings: dict | None = None,
-    options: dict[str, str] | None = None,
     cache: Cache | None = None,
 ) -> tuple[Report, str]:
     """Compile a traced step for a slice: (Report, optimized program text; empty when it does not compile).
 
     examples (or tokens, with unit="tokens") and model_flops are those of one step over all devices. cache: where what
-    the compiler returned is looked up, and kept.
+    the compiler returned is looked up, and kept. Raises InputError for a program of another number of devices.
     """
-    topology = parse_topology(topology) if isinstance(topology, str) else topology
+    topology, settings = parse_topology(topology) if isinstance(topology, str) else topology, settings or {}
     newest = Path(os.environ[COMPILER_VARIABLE]) if os.environ.get(COMPILER_VARIABLE) else None
     versions = environment_versions(newest) if newest else check_private_interfaces()
+    python = newest / "bin" / "python" if newest else Path(sys.executable)
     start = time.monotonic()
     devices = traced.partitions * traced.replicas
+    if devices not in (1, topology.num_devices):
+        raise InputError(
+            f"{settings.get('hlo', 'the step')} is a program for {devices} devices, and {topology.name} has "
+            f"{topology.num_devices}; expected a slice of {devices} devices; choose one, or lower the program again "
+            f"for a mesh of {topology.num_devices}"
+        )
     program = f"SPMD over {devices} devices" if traced.partitions > 1 else f"{devices} replicas"
     if devices == 1:
         idle = topology.num_devices - 1
         program = f"one device, {idle} of the slice idle" if idle else "one device"
     facts = dict(topology=topology.name, devices=devices, program=program, model_flops=model_flops, unit=unit)
-    facts |= dict(limit_bytes=int(topology.hardware.limit_gib * GIB), settings=settings or {}, versions=versions)
-    facts |= dict(trace_seconds=traced.seconds, traced=traced_hash(traced, topology, options))
-    name = f"program_{program_key(traced, topology, options, versions)}" if cache else ""
+    facts |= dict(limit_bytes=int(topology.hardware.limit_gib * GIB), settings=settings, versions=versions)
+    facts |= dict(trace_seconds=traced.seconds, traced=traced_hash(traced, topology))
+    name = f"program_{program_key(traced, topology, versions)}" if cache else ""
     compiled = cache.read(name, Compiled) if cache else None
     facts["from_cache"] = compiled is not None
     planned = compiled is None and bool(os.environ.get(PLAN_VARIABLE))
-    if compiled is None and not planned and (expected := expected_time(settings or {})):
+    if compiled is None and not planned and (expected := expected_time(settings)):
         print(f"{expected} for {topology.name}", file=sys.stderr, flush=True)
     try:
         if planned:
-            python = newest / "bin" / "python" if newest else Path(sys.executable)
-            plan = partial(plan_program, python)
-            compiled = compile_elsewhere(plan, traced, topology, options, "planning")
-        if compiled is None and newest:
-            compiled = compile_elsewhere(partial(compile_there, newest), traced, topology, options)
-        compiled = compiled or compile_program(traced, topology, options)
+            compiled = compile_elsewhere(partial(plan_program, python), traced, topology, "planning")
+        elif compiled is None and newest:
+            compiled = compile_elsewhere(partial(compile_there, python), traced, topology)
+        compiled = compiled or compile_program(traced, topology)
     except JaxRuntimeError as error:
         return _refused(str(error), traced, facts | {"compile_seconds": time.monotonic() - start}), ""
     if cache and not facts["from_cache"] and not planned:
@@ -170,13 +176,13 @@ def _accepted(
     ).with_prediction()
 
 
-def traced_hash(traced: Traced, topology: Topology, options: dict[str, str] | None = None) -> str:
+def traced_hash(traced: Traced, topology: Topology) -> str:
     """Hash of a traced program without the names of source lines: for equal hashes a compiler gives equal answers."""
     printed = HloPrintOptions()
     printed.print_metadata, printed.print_large_constants = False, True
     text = HloModule.from_serialized_hlo_module_proto(traced.hlo).to_string(printed)
     chips = [topology.name, topology.hardware.compiler_options]
-    return digest(without_lines(text).encode(), facts_of_inputs(traced), chips, options or {}, read_by_libtpu())
+    return digest(without_lines(text).encode(), facts_of_inputs(traced), chips, {}, read_by_libtpu())
 
 
 def without_lines(text: str) -> str:
@@ -206,13 +212,11 @@ def read_by_libtpu() -> list[str]:
     return sorted(os.environ.get("LIBTPU_INIT_ARGS", "").split())
 
 
-def program_key(traced: Traced, topology: Topology, options: dict[str, str] | None, versions: dict[str, str]) -> str:
-    """A hash of all that decides what the compiler returns, compiling.py or newest_child.py included."""
+def program_key(traced: Traced, topology: Topology, versions: dict[str, str]) -> str:
+    """A hash of all that decides what the compiler returns, the code that asks it included."""
     chips = [topology.compiler_name, topology.num_slices, topology.chips_per_host, topology.hardware.compiler_options]
-    code = Path(compiling.__file__).read_bytes()
-    if os.environ.get(COMPILER_VARIABLE):
-        code += CHILD.read_bytes()
-    return digest(traced.hlo, code, facts_of_inputs(traced), chips, options or {}, read_by_libtpu(), versions)
+    code = Path(compiling.__file__).read_bytes() + CHILD.read_bytes()
+    return digest(traced.hlo, code, facts_of_inputs(traced), chips, read_by_libtpu(), versions)
 
 
 RESERVE = 0.5

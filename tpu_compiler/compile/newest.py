@@ -4,6 +4,7 @@ torch_xla 2.9.0 pins libtpu 0.0.21. Newer ones understand its programs too, and 
 neither torch nor jax. Programs, requests and answers pass through files, as bytes and JSON.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -13,12 +14,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import venv
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from tpu_compiler.compile.cache import check_owner, is_of_others
+from tpu_compiler.compile.traced import Traced
 from tpu_utils.base.errors import InputError, TrainingError
 from tpu_utils.base.files import read_json
 from tpu_utils.base.hardware import GIB, Topology
@@ -144,36 +147,48 @@ def child_environment() -> dict[str, str]:
     return LIBTPU_VARIABLES | {name: value for name, value in os.environ.items() if not name.startswith(ours)}
 
 
-def write_request(
-    folder: Path, hlo: bytes, topology: Topology, options: dict[str, str], request: dict[str, Any]
-) -> None:
-    """The files that newest_child.py reads."""
+def slice_of(topology: Topology) -> dict[str, Any]:
+    """What newest_child.py asks libtpu for a slice's devices with."""
     slices = {"num_slices": topology.num_slices} if topology.num_slices > 1 else {}
-    request |= dict(topology=topology.compiler_name, chips_per_host=topology.chips_per_host, options=options)
-    request["slice"] = dict(topology.hardware.compiler_options) | slices
-    (folder / "program.pb").write_bytes(hlo)
-    (folder / "request.json").write_text(json.dumps(request))
+    options = dict(topology.hardware.compiler_options) | slices
+    return dict(topology=topology.compiler_name, chips_per_host=topology.chips_per_host, slice=options)
 
 
-def compile_there(
-    folder: Path, hlo: bytes, topology: Topology, options: dict[str, str], **request: Any
-) -> tuple[dict[str, Any], str]:
-    """(answer, program text) of the newer compiler. answer: {"error": message}, or the numbers of compiling.Compiled.
+def request_of(traced: Traced, topology: Topology) -> dict[str, Any]:
+    """What newest_child.py compiles a program for."""
+    said = ("partitions", "replicas", "donated", "shardings", "given", "shardy", "free_outputs")
+    return slice_of(topology) | {name: getattr(traced, name) for name in said}
 
-    request: partitions, replicas, donated, shardings of the program. Raises NewestError when there is no answer.
-    """
-    with tempfile.TemporaryDirectory() as work:
-        write_request(Path(work), hlo, topology, options, request)
-        command = [str(folder / "bin" / "python"), "-P", str(CHILD), work]
+
+@contextlib.contextmanager
+def asked_child(python: Path, traced: Traced, topology: Topology, until: str = "") -> Iterator[Path]:
+    """The folder in which newest_child.py, run by this Python, has left its answer. until: it is stopped once there is
+    a file of this pattern. Raises NewestError where it left neither."""
+    with tempfile.TemporaryDirectory() as work, Path(work, "said.txt").open("w+") as said:
+        folder = Path(work)
+        (folder / "program.pb").write_bytes(traced.hlo)
+        (folder / "request.json").write_text(json.dumps(request_of(traced, topology)))
+        command = [str(python), "-P", str(CHILD), work]
         try:
-            done = subprocess.run(command, env=child_environment(), capture_output=True, text=True)
+            child = subprocess.Popen(command, env=child_environment(), stdout=subprocess.DEVNULL, stderr=said)
         except OSError as error:
-            raise NewestError(
-                f"the newer compiler does not start: {error}; delete {folder} to make it again"
-            ) from error
-        written = Path(work) / "answer.json"
-        if done.returncode or not written.is_file():
-            print(done.stderr[-2000:], file=sys.stderr)
-            raise NewestError(f"the newer compiler ended with code {done.returncode}; its own message is above")
-        answer = json.loads(written.read_text())
-        return answer, "" if "error" in answer else (Path(work) / "program.txt").read_text()
+            raise NewestError(f"{python} does not start: {error}; delete its environment to make it again") from error
+        try:
+            while child.poll() is None and not (until and any(folder.glob(until))):
+                time.sleep(0.1)
+        finally:
+            child.kill()
+            child.wait()
+        if not (folder / "answer.json").is_file() and not (until and any(folder.glob(until))):
+            said.seek(0)
+            print(said.read()[-2000:], file=sys.stderr)
+            raise NewestError(f"the compiler ended with code {child.returncode}; its own message is above")
+        yield folder
+
+
+def compile_there(python: Path, traced: Traced, topology: Topology) -> tuple[dict[str, Any], str]:
+    """(answer, program text) of another environment's compiler. answer: {"error": message}, or the numbers of
+    compiling.Compiled. Raises NewestError when there is no answer."""
+    with asked_child(python, traced, topology) as folder:
+        answer = json.loads((folder / "answer.json").read_text())
+        return answer, "" if "error" in answer else (folder / "program.txt").read_text()

@@ -52,14 +52,13 @@ from torchax.ops.ops_registry import all_aten_ops
 from tpu_compiler.answer import ask_compiler, hand_over
 from tpu_compiler.compile.cache import cache_of_environment
 from tpu_compiler.compile.traced import Traced
-from tpu_compiler.module.arguments import meta_inputs, model_flops, settings_of, sizes_of, to_bfloat16
+from tpu_compiler.module.arguments import meta_inputs, model_flops, prepare, settings_of, sizes_of
 from tpu_compiler.module.axes import Axes, axes_of_all, batch_axes, check_axes, mesh_sizes
 from tpu_compiler.module.kv_cache import (
     attend_in_groups,
     cache_axes,
     cache_of,
     decode_forward,
-    decode_inputs,
     tensors_of,
     with_cache,
 )
@@ -87,19 +86,10 @@ def answer(question: Question, level: str, topology: Topology) -> int:
     notes = [f"through torch {torch.__version__}, torchax {version('torchax')}, jax {jax.__version__}: no torch_xla"]
     model = build(question, notes)
     args, kwargs = meta_inputs(question, model)
-    model.train(question.mode == "train")
     mesh = mesh_sizes(question, topology)
     of_cache = {}
-    length = 0
-    if question.mode == "decode":
-        args, kwargs, length = decode_inputs(question, model, kwargs or dict(enumerate(args)))
-    elif getattr(getattr(model, "config", None), "use_cache", None):
-        model.config.use_cache = False
-    if level == "balanced" and question.mode != "train":
-        model = model.to(torch.bfloat16)
-        args, kwargs = ([to_bfloat16(a) for a in args], {name: to_bfloat16(a) for name, a in kwargs.items()})
-        notes.append("weights and inputs in bfloat16, no float32 masters to keep")
-    elif level == "balanced":
+    args, kwargs, length = prepare(question, level, model, args, kwargs, notes)
+    if level == "balanced" and question.mode == "train":
         notes.append('bfloat16: torch.autocast("cpu"), float32 weights; its list keeps fewer operations in float32')
     sizes = sizes_of(question, args, kwargs)
     start = time.monotonic()

@@ -58,7 +58,7 @@ from tpu_compiler.compile.planned import PLAN_VARIABLE
 from tpu_compiler.decide.difference import compare, take_sides
 from tpu_compiler.decide.roofline import check_picture, draw
 from tpu_compiler.decide.search import ScriptError, compile_script, fit, with_option
-from tpu_compiler.decide.verdict import Terms, check_prices, decide, parse_only, parse_prices, parse_tokens
+from tpu_compiler.decide.verdict import conclude, parse_only, parse_prices, parse_tokens, search_slices
 from tpu_compiler.estimate.calibration import CALIBRATION, Calibration, read_calibration
 from tpu_compiler.estimate.report import Report, format_compilers, format_report, format_table
 from tpu_compiler.given import check_file, compile_file
@@ -73,21 +73,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     say = partial(print, file=sys.stderr if arguments.json else sys.stdout, flush=True)
     reports, found = [], True
     try:
-        terms = Terms(
-            prices=parse_prices(arguments.price),
-            tokens=parse_tokens(arguments.tokens) if arguments.tokens else None,
-            only=parse_only(arguments.only, arguments.vary_batch, arguments.plan),
-            vary_batch=arguments.vary_batch,
-            minutes=arguments.minutes,
-            planned=arguments.plan,
-        )
-        check_prices(terms.prices, arguments.topology.split(","))
+        prices = parse_prices(arguments.price, arguments.topology.split(","))
+        tokens = parse_tokens(arguments.tokens) if arguments.tokens else None
+        only = parse_only(arguments.only, arguments.vary_batch, arguments.plan)
         names, questions, calibration = check_command(arguments, options, sides, say)
         if sides:
             print(compare(arguments.script, names[0], options, *sides))
             return 0
         if arguments.search:
-            reports = decide(arguments.script, names, options, say, terms)
+            best = search_slices(arguments.script, names, options, say, only, arguments.minutes, arguments.plan)
+            reports = conclude(arguments.script, best, say, prices, tokens)
             found = bool(reports)
         else:
             for topology, compiler in questions:
@@ -103,15 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         os.environ.pop(COMPILER_VARIABLE, None)
         os.environ.pop(PLAN_VARIABLE, None)
-    if calibration:
-        reports = [with_calibration(report, calibration) for report in reports]
-    prices = {} if arguments.search else terms.prices
-    reports = [
-        dataclasses.replace(r, price=prices.get(parse_topology(r.topology).generation), tokens=terms.tokens)
-        for r in reports
-    ]
-    if speed := arguments.dcn_gb_per_s:
-        reports = [dataclasses.replace(r, network_gb_per_s=speed).with_prediction() for r in reports]
+    known = dict(calibration=calibration, prices=prices, tokens=tokens, network_gb_per_s=arguments.dcn_gb_per_s)
+    reports = [with_what_is_known(report, **known) for report in reports]
     if arguments.picture:
         found &= draw_reports(reports, arguments.picture, say)
     if arguments.json:
@@ -191,8 +179,8 @@ def check_command(
     if sides and "," in arguments.topology:
         raise ValueError(f"--diff is for one slice; found --topology {arguments.topology}")
     if arguments.plan:
-        for name in ("diff", "picture", "program"):
-            if getattr(arguments, name):
+        for name, given in dict(diff=sides, picture=arguments.picture, program=arguments.program).items():
+            if given:
                 raise ValueError(f"--plan does not compile, and --{name} needs a compiled program; leave one out")
         os.environ[PLAN_VARIABLE] = "1"
     check_target(arguments, options, sides)
@@ -259,9 +247,22 @@ def ask_slice(
     return [compile_script(arguments.script, topology, given, place)]
 
 
-def with_calibration(report: Report, calibration: Calibration) -> Report:
-    chip = parse_topology(report.topology).generation if report.compiles else ""
-    return dataclasses.replace(report, calibration=calibration.sentence(chip, report.versions.get("libtpu", "")))
+def with_what_is_known(
+    report: Report,
+    calibration: Calibration | None,
+    prices: dict[str, float],
+    tokens: float | None,
+    network_gb_per_s: float | None,
+) -> Report:
+    """With what the user has measured, and says of the run."""
+    chip = parse_topology(report.topology).generation
+    report = dataclasses.replace(report, price=prices.get(chip), tokens=tokens)
+    if calibration and report.compiles:
+        said = calibration.sentence(chip, report.versions.get("libtpu", ""))
+        report = dataclasses.replace(report, calibration=said)
+    if network_gb_per_s:
+        report = dataclasses.replace(report, network_gb_per_s=network_gb_per_s).with_prediction()
+    return report
 
 
 def draw_reports(reports: list[Report], picture: str, say: Callable[[str], None]) -> bool:

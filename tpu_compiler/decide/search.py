@@ -79,12 +79,14 @@ def compile_script(
     program_dir: str | None = None,
     seconds: float | None = None,
     planned: bool = False,
+    afresh: bool = False,
 ) -> Report:
     """compile_afresh(), or its report from the cache. With program_dir the script traces again, because a cached report
-    has no program text; the compile itself may still come from the cache. planned: not compiled, in seconds."""
+    has no program text; the compile itself may still come from the cache. planned: not compiled, in seconds. afresh:
+    not from the cache. Raises OutOfTimeError when it takes more than so many seconds."""
     cache = cache_of_environment()
     planned |= bool(os.environ.get(PLAN_VARIABLE))
-    key = question_key(script, topology, options) if cache and not program_dir else None
+    key = question_key(script, topology, options) if cache and not program_dir and not afresh else None
     kept = cache.read(key, Answer) if key else None
     if kept and all(state_of(text) == state for text, state in kept.watched.items()):
         if kept.report:
@@ -180,13 +182,10 @@ def fit(
         return r.fits
 
     unit = batch_increment(first) if field == "global_batch_size" else 1
-    low, high = (value, 0) if fits(value) else (0, value)
-    while not high:
-        low, high = (value := value * 2, 0) if fits(value * 2) else (low, value * 2)
-    while not low and high > unit:
-        value = max(unit, high // 2 // unit * unit)
-        low, high = (value, high) if fits(value) else (0, value)
-    while low and high - low > unit:
+    low, high = 0, value
+    while fits(high):
+        low, high = high, high * 2
+    while high - low > unit:
         middle = (low + high) // 2 // unit * unit
         low, high = (middle, high) if fits(middle) else (low, middle)
     if low and high not in tried:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tpu_compiler.compile import cache
 from tpu_compiler.compile.cache import check_owner, is_of_others
 from tpu_compiler.compile.traced import Traced
 from tpu_utils.base.errors import InputError, TrainingError
@@ -43,8 +44,10 @@ def default_folder() -> Path:
     """One folder for each set of pinned versions. Raises InputError where the requirements file is missing."""
     if not REQUIREMENTS.is_file():
         raise InputError(f"--compiler newest: {REQUIREMENTS} is missing; copy it beside aot_tpu.py")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "tpu_compiler" / f"newest-{hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()[:12]}"
+    return (
+        cache.default_folder().with_name("tpu_compiler")
+        / f"newest-{hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()[:12]}"
+    )
 
 
 def make_environment(folder: Path, say: Callable[[str], None]) -> Path:
@@ -53,37 +56,41 @@ def make_environment(folder: Path, say: Callable[[str], None]) -> Path:
     Raises InputError for a folder of something else, a full disk or too old a Python, NewestError where pip fails.
     """
     folder = check_owner(folder, "a program")
-    if (folder / VERSIONS).is_file():
-        check_contents(folder)
-        environment_versions(folder)
-        return folder
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"{folder} holds something else than a newer compiler; give an empty folder as --compiler_dir")
-    if sys.version_info < (3, 11):
-        raise InputError(f"--compiler newest: {_pins()[0]} needs Python 3.11; found {sys.version.split()[0]}")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(folder.parent).free / GIB
-        if free < NEEDED_GIB:
-            raise InputError(f"{folder.parent} has {free:.1f} GiB free; expected {NEEDED_GIB}; give --compiler_dir")
-        with open(
-            f"{folder}.lock", "a", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o600)
-        ) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be making it: then it is there when we get here
-            if not (folder / VERSIONS).is_file():
-                say(f"making an environment for {', '.join(_pins())} in {folder}: once, {SIZES}")
-                before = os.umask(0o022)  # others write nowhere in it
-                try:
-                    with written_aside(folder) as aside:
-                        _install(aside)
-                        say(index_says(aside))
-                finally:
-                    os.umask(before)
-            check_owner(folder, "a program")
-            check_contents(folder)
-    except OSError as error:
-        raise InputError(f"--compiler newest: {error}; give a folder that can be written as --compiler_dir") from error
+    if not (folder / VERSIONS).is_file():
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise InputError(
+                f"{folder} holds something else than a newer compiler; give an empty folder as --compiler_dir"
+            )
+        if sys.version_info < (3, 11):
+            raise InputError(f"--compiler newest: {_pins()[0]} needs Python 3.11; found {sys.version.split()[0]}")
+        try:
+            _make(folder, say)
+        except OSError as error:
+            raise InputError(
+                f"--compiler newest: {error}; give a folder that can be written as --compiler_dir"
+            ) from error
+        check_owner(folder, "a program")
+    check_contents(folder)
+    environment_versions(folder)
     return folder
+
+
+def _make(folder: Path, say: Callable[[str], None]) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder.parent).free / GIB
+    if free < NEEDED_GIB:
+        raise InputError(f"{folder.parent} has {free:.1f} GiB free; expected {NEEDED_GIB}; give --compiler_dir")
+    with open(f"{folder}.lock", "a", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o600)) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be making it: then it is there when we get here
+        if not (folder / VERSIONS).is_file():
+            say(f"making an environment for {', '.join(_pins())} in {folder}: once, {SIZES}")
+            before = os.umask(0o022)  # others write nowhere in it
+            try:
+                with written_aside(folder) as aside:
+                    _install(aside)
+                    say(index_says(aside))
+            finally:
+                os.umask(before)
 
 
 def check_contents(folder: Path) -> None:

@@ -1,7 +1,6 @@
 """Two option sets, or two commits, of a script: what each line costs in the one and in the other."""
 
 import contextlib
-import re
 import shlex
 import subprocess
 import tempfile
@@ -143,12 +142,8 @@ def table(title: str, a: dict[str, float], b: dict[str, float], form: str) -> li
     text = [[name, shown(x), shown(y), format(y - x, "+" + form)] for name, x, y in kept]
     text.insert(0, [title, "A", "B", "B - A"])
     widths = [max(len(row[i]) for row in text) for i in range(4)]
-    lines = [
-        re.sub(
-            " +$",
-            "",
-            row[0].ljust(widths[0]) + "".join(f"  {c:>{w}}" for c, w in zip(row[1:], widths[1:], strict=True)),
-        )
-        for row in text
-    ]
+    lines = []
+    for name, *columns in text:
+        aligned = [f"  {column:>{width}}" for column, width in zip(columns, widths[1:], strict=True)]
+        lines.append("".join([name.ljust(widths[0]), *aligned]).rstrip())
     return [*lines, ""]

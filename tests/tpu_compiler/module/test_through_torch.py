@@ -169,7 +169,7 @@ def test_a_lowered_decoding_step_is_torchs():
     with torch.device("meta"):
         without_memory = tiny_llama()
     tokens = dict(input_ids=torch.empty(3, 8, dtype=torch.int32, device="meta"))
-    _, inputs, length = module_cache.decode_inputs(asked, without_memory, tokens)
+    inputs, length = module_cache.decode_inputs(asked, without_memory, tokens)
     of_cache = module_through_torch.become_decoding(asked, without_memory, inputs, length, {}, [])
     graph, given, *_ = module_through_torch.record(asked, "conservative", without_memory, [], inputs, {}, [], of_cache)
     cache, tokens, position = module_cache.cache_of(made, length), torch.tensor([[3], [4], [5]]), torch.tensor([3])

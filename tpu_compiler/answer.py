@@ -246,31 +246,23 @@ def read_memory(compiled: Compiled, computations: dict, roles: tuple[str, ...]) 
 
 def _refused(message: str, traced: Traced, facts: dict) -> Report:
     """The report when the compiler refuses. Out of memory comes with figures; its total leaves the arguments out."""
-    found = re.search(r"Ran out of memory in memory space hbm\. Used ([\d.]+)([KMGT]) of [^\n]*", message)
-    memory, peak = {}, 0
-    if found:
-        memory = argument_bytes(traced)
-        temporary = int(float(found[1]) * 2 ** {"K": 10, "M": 20, "G": 30, "T": 40}[found[2]])
+    used = re.search(r"Ran out of memory in memory space hbm\. Used ([\d.]+)([KMGT]) of [^\n]*", message)
+    memory = {}
+    # libtpu 0.0.52 says it the second way
+    if found := used or re.search(r"total memory required for HLO temporaries \(([\d.]+)(G)\) exceeds", message):
         counted = re.search(r"arguments\s+([\d.]+)([BKMGT])", message)
-        if counted and float(counted[1]):
-            temporary -= int(float(counted[1]) * 2 ** {"B": 0, "K": 10, "M": 20, "G": 30, "T": 40}[counted[2]])
-        memory["activations"] = max(0, temporary)
-        peak = sum(memory.values())
-    elif total := re.search(r"the total memory required for HLO temporaries \(([\d.]+)G\) exceeds", message):
-        memory = argument_bytes(traced) | {"activations": int(float(total[1]) * GIB)}  # libtpu 0.0.52 says it so
-        peak = sum(memory.values())
-    reason = found[0] if found else textwrap.shorten(message.strip().splitlines()[0], 300, placeholder=" ...")
+        activations = bytes_of(*found.groups()) - (bytes_of(*counted.groups()) if counted else 0)
+        memory = argument_bytes(traced) | {"activations": max(0, activations)}
+    reason = used[0] if used else textwrap.shorten(message.strip().splitlines()[0], 300, placeholder=" ...")
     if "xla.sdy" in message:
         reason = "it does not take this program's Shardy annotations; lower it with jax_use_shardy_partitioner=False"
-    return Report(
-        **facts,
-        compiles=False,
-        fits=False,
-        reason=reason,
-        peak_bytes=peak,
-        memory=memory,
-        host_peak_gib=host_peak_gib(),
-    )
+    peak = sum(memory.values())
+    facts |= dict(compiles=False, fits=False, reason=reason, peak_bytes=peak, memory=memory)
+    return Report(**facts, host_peak_gib=host_peak_gib())
+
+
+def bytes_of(number: str, unit: str) -> int:
+    return int(float(number) * 1024 ** "BKMGT".index(unit))
 
 
 def argument_bytes(traced: Traced) -> dict[str, int]:

@@ -28,19 +28,8 @@ from tpu_compiler.compile.newest_child import program_inputs
 from tpu_compiler.compile.planned import PLAN_VARIABLE, plan_program
 from tpu_compiler.compile.traced import Traced
 from tpu_compiler.decide.search import OUTPUT_VARIABLE
+from tpu_compiler.estimate import reading
 from tpu_compiler.estimate.plan_prices import link_share, with_prices
-from tpu_compiler.estimate.reading import (
-    HOST,
-    group_modules,
-    parse_program,
-    read_collectives,
-    read_cycles,
-    read_largest_results,
-    read_modules,
-    read_operations,
-    read_slice_transfers,
-    shape_bytes,
-)
 from tpu_compiler.estimate.report import PLANNED, Report
 from tpu_compiler.estimate.rules import moved_bytes, ruled_ms
 from tpu_compiler.estimate.schedule import LinkShare, all_links, exposed_ms, read_host_transfers
@@ -130,12 +119,12 @@ def _accepted(
     hardware = topology.hardware
     devices = facts["devices"]
     model_flops = facts["model_flops"]
-    computations = parse_program(compiled.text)
+    computations = reading.parse_program(compiled.text)
     memory = read_memory(compiled, computations, traced.roles)
     host = read_host_transfers(computations)
     host_bytes = sum(direction["bytes"] for direction in host.values()) * hardware.devices_per_chip
-    collectives = read_collectives(computations, devices)
-    (cycles, unpriced), modules = read_cycles(computations), read_modules(computations)
+    collectives = reading.read_collectives(computations, devices)
+    (cycles, unpriced), modules = reading.read_cycles(computations), reading.read_modules(computations)
     seconds = sum(cycles.values()) / (hardware.clock_ghz * 1e9)  # 0.0: nothing in it has an estimate
     peak_flops = devices * hardware.bf16_tflops * 1e12 / hardware.devices_per_chip
     to_other_slices = hardware.slice_gb_per_s and hardware.slice_gb_per_s / hardware.devices_per_chip
@@ -155,7 +144,7 @@ def _accepted(
         flops_ratio=compiled.flops * devices / model_flops if model_flops and not loops else None,
         collectives=collectives,
         communication_lower_bound_ms=sent / hardware.link_gb_per_s / 1e6,
-        slice_transfers=read_slice_transfers(computations, topology.num_slices),
+        slice_transfers=reading.read_slice_transfers(computations, topology.num_slices),
         network_gb_per_s=to_other_slices,
         host_transfers=host,
         host_transfer_ms=host_bytes / hardware.host_gb_per_s / 1e6 if hardware.host_gb_per_s else 0.0,
@@ -166,11 +155,11 @@ def _accepted(
         operations_without_estimate=dict(unpriced.most_common()),
         ruled_ms=ruled_ms(computations, topology),
         moved_bytes=moved_bytes(computations),
-        costliest_operations=read_operations(computations, hardware.clock_ghz * 1e6) if traced.given else [],
+        costliest_operations=reading.read_operations(computations, hardware.clock_ghz * 1e6) if traced.given else [],
         costliest_lines=[(line, c / hardware.clock_ghz / 1e6) for line, c in cycles.most_common(10)],
         costliest_modules=[(module, c / hardware.clock_ghz / 1e6) for module, c in modules.most_common()],
-        module_groups=[(name, n, c / hardware.clock_ghz / 1e6) for name, n, c in group_modules(modules)[:10]],
-        largest_results=read_largest_results(computations),
+        module_groups=[(name, n, c / hardware.clock_ghz / 1e6) for name, n, c in reading.group_modules(modules)[:10]],
+        largest_results=reading.read_largest_results(computations),
         compile_seconds=compiled.seconds,
         host_peak_gib=host_peak_gib(),
     ).with_prediction()
@@ -234,8 +223,8 @@ def read_memory(compiled: Compiled, computations: dict, roles: tuple[str, ...]) 
     """
     memory = dict.fromkeys(("parameters", "optimizer_state", "inputs"), 0)
     for operation in computations["ENTRY"]:
-        if operation.kind == "parameter" and HOST not in operation.type:
-            memory[roles[int(operation.find(r" parameter\((\d+)\)"))]] += sum(shape_bytes(operation.type))
+        if operation.kind == "parameter" and reading.HOST not in operation.type:
+            memory[roles[int(operation.find(r" parameter\((\d+)\)"))]] += sum(reading.shape_bytes(operation.type))
     memory["inputs"] += compiled.argument_bytes - sum(memory.values())  # rounding of small buffers
     activations = compiled.temporary_bytes + compiled.output_bytes
     if compiled.peak_bytes > compiled.argument_bytes:

@@ -111,21 +111,20 @@ def format_difference(names: tuple[str, str], a: tuple[Report, str], b: tuple[Re
     cycles = [{line: c / clock / 1e6 for line, c in read_cycles(p)[0].items()} for p in programs]
     lines += table("milliseconds by source line", *cycles, ".3f")
     sent = [collectives_by_line(p, r.devices) for p, r in zip(programs, reports, strict=True)]
-    counts = [{name: count for name, (count, _) in found.items()} for found in sent]
-    bytes_sent = [{name: size / 1e6 for name, (_, size) in found.items()} for found in sent]
+    counts, bytes_sent = zip(*sent, strict=True)
     lines += table("collectives by source line, how many", *counts, "d")
     lines += table("MB a device sends for them, at least", *bytes_sent, ".1f")
     return "\n".join([*lines, f"milliseconds of a step: {LABEL}", f"by source line: {ESTIMATE_LABEL}"])
 
 
-def collectives_by_line(computations: dict, devices: int) -> dict[str, tuple[int, float]]:
-    """{'all-reduce, gpt.py:12 backward': (count, bytes a device sends)} of one step."""
-    counts, sizes = Counter(), Counter()
+def collectives_by_line(computations: dict, devices: int) -> tuple[Counter, Counter]:
+    """({'all-reduce, gpt.py:12 backward': count}, {the same: MB a device sends}) of one step."""
+    counts, megabytes = Counter(), Counter()
     for operation, kind, count, _, sent in list_collectives(computations, devices):
         name = f"{kind}, {source_of(operation)}"
         counts[name] += count
-        sizes[name] += count * sent
-    return {name: (counts[name], sizes[name]) for name in counts}
+        megabytes[name] += count * sent / 1e6
+    return counts, megabytes
 
 
 def table(title: str, a: dict[str, float], b: dict[str, float], form: str) -> list[str]:

@@ -301,13 +301,6 @@ class Search:
             unrolled = now != then and {n: v for n, v in now.items() if then.get(n) != v}.keys() == {"scan_layers"}
             if unrolled and r.peak_bytes > (1 + EQUAL) * r.limit_bytes:
                 return f"{trial.words} needs {r.peak_bytes / GIB:.1f} GiB, and it about as much"
-            same = {n: v for n, v in now.items() if n != "gradient_accumulation_steps"}
-            parts, parts_then = now.get("gradient_accumulation_steps"), then.get("gradient_accumulation_steps")
-            if parts and parts_then and parts < parts_then and all(then.get(n) == v for n, v in same.items()):
-                activations = r.memory.get("activations", 0)
-                guess = r.peak_bytes + 0.7 * activations * (parts_then / parts - 1)
-                if guess > r.limit_bytes:
-                    return f"{guess / GIB:.1f} GiB or more by the activations of {trial.words}"
         return ""
 
     def line(self, trial: Trial) -> str:

@@ -125,7 +125,11 @@ def compile_afresh(
             if code < 0:
                 cause = f"was killed by signal {-code} (9 is out of host memory, 6 an abort in the compiler)"
             elif code == 0:
-                raise ScriptError(f"{script} ended without asking to compile a step: is it a training script?", 2)
+                raise ScriptError(
+                    f"{script} ended without asking to compile a step; expected a training script, or {script}:NAME of "
+                    "a class or a function in it that returns a module",
+                    2,
+                )
             else:
                 cause = f"ended with code {code} before its first step; its own message is above"
             raise ScriptError(f"{script} for {topology} {cause}", 2 if code == 2 else 1)

@@ -19,15 +19,14 @@ def decode_inputs(question: Question, model: torch.nn.Module, inputs: dict) -> t
     """(inputs, cache length = input length). A step has one token of each sequence, and its position."""
     tokens = next((a for a in inputs.values() if isinstance(a, torch.Tensor)), None)
     config = getattr(model, "config", None)
-    if not (hasattr(model, "get_output_embeddings") and hasattr(config, "num_hidden_layers")):
+    causal = any(word in type(model).__name__ for word in ("CausalLM", "LMHead"))
+    known = hasattr(model, "get_output_embeddings") and hasattr(config, "num_hidden_layers")
+    if not (causal and known) or config.is_encoder_decoder:
         raise InputError(
             f"mode is decode, and {question.target} is a {type(model).__name__}; expected a causal model of "
             "transformers, whose static cache is known; ask about another by --mode forward, with its cache among "
             "--inputs"
         )
-    causal = any(word in type(model).__name__ for word in ("CausalLM", "LMHead"))
-    if getattr(config, "is_encoder_decoder", False) or not causal:
-        raise InputError(f"mode is decode, and {type(model).__name__} is not a causal language model; expected one")
     if len(inputs) != 1 or tokens.dim() != 2 or tokens.is_floating_point():
         raise InputError("mode decode takes one input, such as input_ids=int32[BATCH,LENGTH_OF_THE_CACHE]")
     batch, length = tokens.shape

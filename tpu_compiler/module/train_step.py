@@ -25,16 +25,9 @@ from torch_xla.utils.checkpoint import checkpoint
 from tpu_compiler.answer import ask_compiler, hand_over
 from tpu_compiler.compile.cache import cache_of_environment
 from tpu_compiler.compile.tracing import settle, trace_step
+from tpu_compiler.module import kv_cache
 from tpu_compiler.module.arguments import meta_inputs, model_flops, prepare, settings_of, sizes_of, to_bfloat16
 from tpu_compiler.module.axes import Axes, axes_of_all, batch_axes, check_axes, mesh_sizes
-from tpu_compiler.module.kv_cache import (
-    attend_in_groups,
-    cache_axes,
-    cache_of,
-    decode_forward,
-    tensors_of,
-    with_cache,
-)
 from tpu_compiler.module.loss import choose_loss
 from tpu_compiler.module.model import build, step_aside, to_device
 from tpu_compiler.module.probing import in_words, probe
@@ -73,11 +66,13 @@ def answer(question: Question, level: str, topology: Topology) -> int:
     axes: Axes = {}
     held = []
     if question.mode == "decode":
-        attend_in_groups(model, notes)
-        cache = cache_of(model, length)
-        output, counted = probe(question, lambda: decode_forward(model, cache, **kwargs))  # creates the cache's tensors
-        held = tensors_of(cache)
-        axes = cache_axes(question, mesh, model, held[0].shape[1])
+        kv_cache.attend_in_groups(model, notes)
+        cache = kv_cache.cache_of(model, length)
+        output, counted = probe(
+            question, lambda: kv_cache.decode_forward(model, cache, **kwargs)
+        )  # creates the cache's tensors
+        held = kv_cache.tensors_of(cache)
+        axes = kv_cache.cache_axes(question, mesh, model, held[0].shape[1])
         if mesh:
             check_axes(mesh, held[0].shape, axes, "the key-value cache")
             for tensor in held:
@@ -105,7 +100,7 @@ def answer(question: Question, level: str, topology: Topology) -> int:
     sizes |= dict(model_flops=flops, settings=settings_of(question), cache=cache_of_environment())
     result, text = ask_compiler(traced, topology, **sizes)
     if question.mode == "decode":
-        result = with_cache(result, model, held, axes, mesh, kwargs["tokens"], length, flops)
+        result = kv_cache.with_cache(result, model, held, axes, mesh, kwargs["tokens"], length, flops)
     return hand_over(traced, dataclasses.replace(result, level=level, notes=[*notes, *result.notes]), text)
 
 
@@ -176,7 +171,7 @@ def forward_step(forward, model, args, kwargs):
 @torch_xla.compile(full_graph=True, name="decode_step")
 def decode_step(model, cache, tokens, position):
     with torch.no_grad():
-        return decode_forward(model, cache, tokens, position)[:, -1].argmax(-1)
+        return kv_cache.decode_forward(model, cache, tokens, position)[:, -1].argmax(-1)
 
 
 def optimizer_of(question: Question, model: torch.nn.Module, topology: Topology) -> torch.optim.Optimizer:

@@ -21,7 +21,7 @@ def decode_inputs(question: Question, model: torch.nn.Module, inputs: dict) -> t
     config = getattr(model, "config", None)
     causal = any(word in type(model).__name__ for word in ("CausalLM", "LMHead"))
     known = hasattr(model, "get_output_embeddings") and hasattr(config, "num_hidden_layers")
-    if not (causal and known) or config.is_encoder_decoder:
+    if not (causal and known) or getattr(config, "is_encoder_decoder", False):
         raise InputError(
             f"mode is decode, and {question.target} is a {type(model).__name__}; expected a causal model of "
             "transformers, whose static cache is known; ask about another by --mode forward, with its cache among "

@@ -55,7 +55,7 @@ def read_program(path: Path) -> Traced:
         if re.match(r"(\s*//[^\n]*\n)*\s*HloModule\b", text):
             if re.search(OPTIMIZED, text, re.MULTILINE):
                 raise InputError(f"{path} was optimized already; expected {EXPECTED}; {HOW}")
-            hlo, text = hlo_of_text(text)
+            hlo = hlo_of_text(text)
         else:
             hlo, text = hlo_of_stablehlo(content)
         with program_inputs(hlo) as (_, function):

@@ -86,19 +86,19 @@ UNREADABLE = (*OTHERS, ir.MLIRError, struct.error)
 """What jax raises for a program that it cannot read."""
 
 
-def hlo_of_text(text: str) -> tuple[bytes, str]:
-    """(serialized HloModuleProto, its text) of HLO text. Raises UNREADABLE for another text.
+def hlo_of_text(text: str) -> bytes:
+    """Serialized HloModuleProto of HLO text. Raises UNREADABLE for another text.
 
     What the program says of outputs that overwrite inputs stays in the text alone: Traced.donated has it, and the
     compiler refuses to be told both ways.
     """
     header = text.partition("\n")[0]
     module = _jax.hlo_module_from_text(text.replace(header, re.sub(rf"{OVERWRITTEN},? ?", "", header), 1))
-    return module.as_serialized_hlo_module_proto(), text
+    return module.as_serialized_hlo_module_proto()
 
 
 def hlo_of_stablehlo(content: bytes) -> tuple[bytes, str]:
-    """As hlo_of_text, of StableHLO: text, bytecode, a portable artifact, or what jax.export has serialized."""
+    """(as of hlo_of_text, HLO text) of StableHLO: text, bytecode, a portable artifact, or what jax.export wrote."""
     if content.startswith(b"ML\xefR"):
         content = _jax.mlir.deserialize_portable_artifact(content)
     elif b"\0" in content[:4096]:
@@ -129,10 +129,6 @@ def hlo_of_stablehlo(content: bytes) -> tuple[bytes, str]:
     return computation.as_serialized_hlo_module_proto(), text.replace(",", f",{header}", 1)
 
 
-EXPECTED = "GPT-2's 12 layers took two minutes on two quiet cores"
-EXPECTED_PLAN = "Qwen3 8B's 36 unrolled layers took a minute to trace and plan"
-
-
 @contextlib.contextmanager
 def progress(doing: str):
     """Says on stderr what to expect, then that the compiler still works: one moving line on a terminal, else lines,
@@ -144,7 +140,9 @@ def progress(doing: str):
     def tell() -> None:
         wait = 1 if terminal else 10
         if not done.wait(wait):
-            expected = EXPECTED if doing.startswith("compiling") else EXPECTED_PLAN
+            expected = "Qwen3 8B's 36 unrolled layers took a minute to trace and plan"
+            if doing.startswith("compiling"):
+                expected = "GPT-2's 12 layers took two minutes on two quiet cores"
             print(f"{doing}: {expected}", file=sys.stderr, flush=True)
         while not done.wait(wait):
             wait *= 1 if terminal else 2

@@ -159,21 +159,17 @@ def format_slices(best: dict[str, Trial | None], tokens: float | None, prices: d
         if trial is not None:
             topology, r = parse_topology(name), trial.report
             rate = examples_per_step(r) / (step_ms(r) / 1e3)
-            chips = topology.num_chips
             hours = tokens / rate / 3600 if tokens else None
             price = prices.get(topology.generation)
-            cost = hours * chips * price if hours and price else None
-            found.append((cost if cost is not None else hours or 1 / rate, name, chips, rate, hours, cost, trial, r))
+            cost = hours * topology.num_chips * price if hours and price else None
+            row = [name, str(topology.num_chips), f"{rate:,.0f}"]
+            row += [f"{value:,.2f}" for value in (hours, cost) if value is not None]
+            found.append((cost if cost is not None else 1 / rate, [*row, trial.words]))
     if not found:
         return "no setting fits on any of these slices"
-    found.sort(key=lambda row: row[:2])
-    unit = found[0][-1].unit
-    header = ["slice", "chips", f"{unit}/s", *(["hours"] if tokens else [])]
-    rows = [header + (["cost"] if prices and tokens else []) + ["setting"]]
-    for _, name, chips, rate, hours, cost, trial, _ in found:
-        row = [name, str(chips), f"{rate:,.0f}"] + ([f"{hours:,.2f}"] if tokens else [])
-        rows.append([*row, *([f"{cost:,.2f}"] if cost is not None else []), trial.words])
-    lines = markdown(rows)
+    unit = next(trial.report.unit for trial in best.values() if trial)
+    header = ["slice", "chips", f"{unit}/s", *["hours"] * bool(tokens), *["cost"] * bool(tokens and prices), "setting"]
+    lines = markdown([header, *(row for _, row in sorted(found))])
     lines += [f"{name}: no setting fits" for name, trial in best.items() if trial is None]
     if tokens:
         said = ", ".join(f"{name} {price:g}" for name, price in prices.items())

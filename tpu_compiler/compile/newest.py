@@ -44,10 +44,8 @@ def default_folder() -> Path:
     """One folder for each set of pinned versions. Raises InputError where the requirements file is missing."""
     if not REQUIREMENTS.is_file():
         raise InputError(f"--compiler newest: {REQUIREMENTS} is missing; copy it beside aot_tpu.py")
-    return (
-        cache.default_folder().with_name("tpu_compiler")
-        / f"newest-{hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()[:12]}"
-    )
+    pins = hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()[:12]
+    return cache.default_folder().with_name("tpu_compiler") / f"newest-{pins}"
 
 
 def make_environment(folder: Path, say: Callable[[str], None]) -> Path:

@@ -37,15 +37,14 @@ def compare(script: str, topology: str, options: Sequence[str], a: str, b: str) 
     """
     answers = []
     for which, name in (("A", a), ("B", b)):
+        said = f"side {which} of --diff, {name or 'no more options'}"
         with side(script, options, name) as (path, all_options), tempfile.TemporaryDirectory() as folder:
             try:
                 report = compile_script(str(path), topology, all_options, program_dir=folder)
             except ScriptError as error:
-                raise ScriptError(
-                    f"side {which} of --diff, {name or 'no more options'}: {error}", error.exit_code
-                ) from None
+                raise ScriptError(f"{said}: {error}", error.exit_code) from None
             if not report.compiles:
-                raise ScriptError(f"side {which} of --diff, {name or 'no more options'}: {report.reason}", 1)
+                raise ScriptError(f"{said}: {report.reason}", 1)
             (text,) = (file.read_text() for file in Path(folder).iterdir())
             answers.append((report, text))
     return format_difference((a or "(as given)", b or "(as given)"), *answers)

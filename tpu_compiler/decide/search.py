@@ -95,7 +95,7 @@ def compile_script(
             raise OutOfTimeError(f"{script} for {topology} did not come to an answer in {kept.seconds:.0f} s before", 1)
     start = time.monotonic()
     try:
-        report = compile_afresh(script, topology, options, program_dir, seconds, planned)
+        report, text = compile_afresh(script, topology, options, seconds, planned)
     except subprocess.TimeoutExpired as error:
         if key:
             cache.write(key, Answer(None, seconds, watched({}, options)))
@@ -103,19 +103,18 @@ def compile_script(
     report = dataclasses.replace(report, asked_seconds=time.monotonic() - start)
     if key and report.memory and not planned:  # a refusal for another reason than memory is not kept
         cache.write(key, Answer(report, report.asked_seconds, watched(report.settings, options)))
+    if program_dir and text:
+        Path(program_dir).mkdir(parents=True, exist_ok=True)
+        name = f"{Path(script).stem}_{topology.replace(':', '_')}.txt"
+        write_atomically(Path(program_dir, name), text.encode())
     return report
 
 
 def compile_afresh(
-    script: str,
-    topology: str,
-    options: Sequence[str],
-    program_dir: str | None = None,
-    seconds: float | None = None,
-    planned: bool = False,
-) -> Report:
-    """Run a training script up to its first step for one slice. Raises ScriptError when it does not get there, and
-    subprocess.TimeoutExpired when it takes more than so many seconds."""
+    script: str, topology: str, options: Sequence[str], seconds: float | None, planned: bool
+) -> tuple[Report, str]:
+    """Run a training script up to its first step for one slice: (report, program text). Raises ScriptError when it does
+    not get there, and subprocess.TimeoutExpired when it takes more than so many seconds."""
     with tempfile.TemporaryDirectory() as folder:
         command = ["-m", "tpu_compiler.of_script", script, *with_option(options, "compile_for", topology)]
         asked = {PLAN_VARIABLE: "1"} if planned else {}
@@ -141,12 +140,7 @@ def compile_afresh(
                 "its slice from --compile_for",
                 2,
             )
-        text = Path(folder, "program.txt").read_text()
-        if program_dir and text:
-            Path(program_dir).mkdir(parents=True, exist_ok=True)
-            name = f"{Path(script).stem}_{topology.replace(':', '_')}.txt"
-            write_atomically(Path(program_dir, name), text.encode())
-        return report
+        return report, Path(folder, "program.txt").read_text()
 
 
 def batch_increment(r: Report) -> int:

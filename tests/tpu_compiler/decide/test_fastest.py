@@ -393,11 +393,11 @@ def test_the_last_layers_are_whole_as_far_as_memory_goes():
 
 
 def test_a_search_by_plans_alone_compiles_nothing(monkeypatch, capsys):
-    def plan(script, topology, options, program_dir, seconds, planned):
+    def plan(script, topology, options, seconds, planned):
         assert planned
         ms = 90.0 if "--attention=flash" in options else 100.0
         facts = dict(estimated_ms=ms, estimated_per_second=64e3 / ms, settings=parse(options, {"attention": "plain"}))
-        return a_report(reason=PLANNED, compiles=False, **facts)
+        return a_report(reason=PLANNED, compiles=False, **facts), ""
 
     monkeypatch.setattr(search, "compile_afresh", plan)
     monkeypatch.chdir(ROOT)

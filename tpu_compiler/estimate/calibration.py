@@ -54,10 +54,10 @@ def read_calibration(path: Path) -> Calibration:
             f"{path} is a calibration of tools.calibrate against the compiler's estimate alone, which leaves out flash "
             "kernels; expected one against the predicted step; run tools.calibrate again"
         )
-    wrong = ""
     if found.get("format") != FORMAT or not isinstance(versions, dict) or not isinstance(ratios, dict):
         raise InputError(f"{path} is not {expected}: expected format {FORMAT}, machine with versions, and ratios")
     chip, libtpu, devices = machine.get("chip"), versions.get("libtpu"), machine.get("num_devices")
+    wrong = ""
     if not all(isinstance(text, str) and len(text) <= 40 and text.isprintable() for text in (chip, libtpu)):
         wrong = f"chip is {chip!r:.50} and libtpu {libtpu!r:.50}; expected short names"
     if type(devices) is not int or not 0 < devices < 2**20:

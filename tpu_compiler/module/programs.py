@@ -25,6 +25,7 @@ STEP_SCRIPTS = {
 }
 MODES = ("train", "forward", "decode")
 LEVELS = ("conservative", "balanced", "aggressive")
+PRECISIONS = dict(float32="conservative", bfloat16="balanced")
 DTYPES = ("float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
 HELP = """A module: FILE.py:NAME or package.module:NAME, a class or a function that
 returns a module; or hf:config.json, a configuration of Hugging Face's (or the
@@ -106,11 +107,12 @@ def option_parser() -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--level",
-        default="balanced",
+        default="",
         metavar="LEVEL,...",
         help="conservative (float32), balanced (bfloat16 products, float32 weights; the default), aggressive (also "
         "recomputes the repeated blocks in the backward pass); several are compared in one table",
     )
+    group.add_argument("--precision", choices=tuple(PRECISIONS), help="another name for conservative and balanced")
     group.add_argument(
         "--arguments", default="", metavar="NAME=VALUE,...", help="arguments of the class, function or config.json"
     )
@@ -141,7 +143,9 @@ def parse_question(target: str, options: Sequence[str], compile_for: str = "") -
         raise InputError(
             f"{unknown[0]} is no option of a module; expected {', '.join(names)}{nearest(unknown[0], names)}"
         )
-    levels = given.level.split(",")
+    if given.precision and given.level:
+        raise InputError(f"precision is {given.precision} and level is {given.level}; give one of the two")
+    levels = [PRECISIONS[given.precision]] if given.precision else (given.level or "balanced").split(",")
     for level in levels:
         if level not in LEVELS:
             raise InputError(f"level is {level!r}; expected one of {', '.join(LEVELS)}{nearest(level, LEVELS)}")

@@ -155,6 +155,7 @@ def test_what_a_module_is_asked():
         (["--inputs", "x=float32[4]", "float32[4]"], "those by position first"),
         (["--inputs", "x=float32[4]", "x=float32[4]"], "x is given twice"),
         (["--inputs", "x=float32[4]", "--level", "fast"], "level is 'fast'; expected one of conservative"),
+        (["--inputs", "x=float32[4]", "--precision", "float32", "--level", "balanced"], "give one of the two"),
         (["--inputs", "x=float32[4]", "--mesh", "data"], "expected NAME=SIZE"),
         (["--inputs", "x=float32[4]", "--mesh", "fsdp=4", "--shard", "*=fdsp"], r"axis 'fdsp'.*did you mean fsdp\?"),
         (["--inputs", "x=float32[4]", "--shard", "weight"], "names the axis|not understood"),

@@ -8,6 +8,7 @@ It counts if metrics.jsonl has its line, with the token of the process that wrot
 back with one that the run has left behind, and from where the log has no lines nothing may go on.
 """
 
+import contextlib
 import json
 import os
 import secrets
@@ -26,7 +27,7 @@ from tpu_utils.base.writing import checksum_of, sync_folder, write_atomically
 from tpu_utils.checkpoint import Checkpoints, remove
 from tpu_utils.checkpoint.saved import read_marker
 from tpu_utils.checkpoint.sharded_tensors import SHARED_FOLDER, shard_file, write_shards
-from tpu_utils.checkpoint.state import INDEX_FILE, LONGEST_HEADER, WHOLE_FILE, HostCopy, steps_in
+from tpu_utils.checkpoint.state import INDEX_FILE, LONGEST_HEADER, WHOLE_FILE, HostCopy
 from tpu_utils.record.records import read_records
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from tpu_utils.remote.wire import Link
 
 BLOCK = 1 << 22  # bytes that go to another machine at a time
-IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs", "unknown")
+IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs", "unknown")  # kinds of file systems
 
 
 class MemoryCheckpoints(Checkpoints):
@@ -52,10 +53,7 @@ class MemoryCheckpoints(Checkpoints):
 
         def make() -> None:
             try:
-                Path(memory_dir).stat()
-                check_private(self.folder)
-                self.folder.mkdir(mode=0o700, exist_ok=True)
-                check_private(self.folder)  # another user may have been first; from here on it is ours
+                make_private(self.folder)
             except OSError as error:
                 raise InputError(
                     f"memory_dir {memory_dir}: {error.strerror}; expected a folder that is in memory, as /dev/shm is"
@@ -96,11 +94,8 @@ class MemoryCheckpoints(Checkpoints):
     # ----------------------------------------------------------------------------------------------------- written
 
     def _make(self, aside: Path, copy: HostCopy) -> None:
-        self.folder.mkdir(mode=0o700, exist_ok=True)
-        check_private(self.folder)
-        for left_by_a_kill in self.folder.glob(".writing_*"):
-            remove(left_by_a_kill)
-        aside.mkdir()
+        make_private(self.folder)
+        super()._make(aside, copy)
 
     def _prune(self, step: int, best: int | None) -> None:
         """Not yet: another machine may not have this one whole. keep_newest() does."""
@@ -185,13 +180,9 @@ class MemoryCheckpoints(Checkpoints):
         """What the first process knows: the newest step on disk, and {step: token} of newer checkpoints in memory. A
         step whose line a run has dropped again, because the checkpoint was damaged, is not on disk."""
         log = self._disk.folder.parent / "metrics.jsonl"
-        tokens = {}
-        logged = set()
-        for _, _, line in read_records(log) if log.exists() else ():
-            if line and line["kind"] == "checkpoint":
-                tokens[line["step"]] = line.get("memory")
-                logged.add(line["step"])
-        newest = max((step for step in steps_in(self._disk.folder) if step in logged), default=0)
+        lines = (line for _, _, line in read_records(log)) if log.exists() else ()
+        tokens = {line["step"]: line.get("memory") for line in lines if line and line["kind"] == "checkpoint"}
+        newest = max((step for step in self._disk.steps() if step in tokens), default=0)
         return newest, {str(step): token for step, token in tokens.items() if token and step > newest}
 
     def _found(self, step: int, token: str | None, newest: int) -> dict[str, Any] | None:
@@ -220,9 +211,7 @@ class MemoryCheckpoints(Checkpoints):
 
     def _put(self, step: int, marker: dict[str, Any], givers: dict[str, int]) -> None:
         """givers: by file, the process that puts it there. The marker comes last, as with every checkpoint."""
-        disk = self._disk
-        mirror = self._disk._mirror
-        index = self._peers.index
+        disk, mirror, index = self._disk, self._disk._mirror, self._peers.index
         target, aside = disk.path(step), disk.folder / f".writing_{step:08d}"
         folder = target if mirror else aside
 
@@ -275,7 +264,7 @@ def open_memory(config: "TrainConfig", run_dir: str, disk: Checkpoints) -> tuple
     moved = disk._peers.from_first(lambda: before not in ("", config.memory_dir))
     step = kept = None
     for place, keeps in [*[(before, False)] * moved, (config.memory_dir, config.save_memory_every > 0)]:
-        if not (keeps or any(disk._peers.gather(is_own(memory_folder(run_dir, place))))):
+        if not (keeps or any(disk._peers.gather(is_private(memory_folder(run_dir, place))))):
             continue
         memory = MemoryCheckpoints(run_dir, place, disk)
         found = memory.bring_to_disk()
@@ -307,34 +296,29 @@ def _givers(held: list[dict[str, Any]]) -> dict[str, int] | None:
     return None
 
 
-def check_private(folder: Path) -> None:
-    """Raises InputError for a folder that is there and may hold what another user has written."""
-    try:
+def make_private(folder: Path) -> None:
+    """Raises InputError where it is there already, and may hold what another user has written; OSError."""
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    if not is_private(folder):
         status = folder.lstat()
-    except FileNotFoundError:
-        return
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise InputError(
             f"{folder} is of user {status.st_uid} and has mode {status.st_mode & 0o7777:o}; expected a folder of this "
             "user alone (mode 700); remove it, or name another --memory_dir"
         )
 
 
-def is_own(folder: Path) -> bool:
-    """Whether it is there and no other user can have written what it holds."""
-    try:
-        check_private(folder)
-    except InputError:
+def is_private(folder: Path) -> bool:
+    """Whether it is there, a folder, and no other user can have written what it holds."""
+    if not os.path.lexists(folder):
         return False
-    return folder.is_dir()
+    status = folder.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
 
 def kind_of_files(folder: Path) -> str:
-    """The kind of file system that a folder is on, as Linux names it; "unknown" elsewhere."""
-    try:
-        lines = Path("/proc/self/mounts").read_text().splitlines()
-    except OSError:
-        return "unknown"
+    """The kind of file system that a folder is on, as Linux names it."""
+    lines = Path("/proc/self/mounts").read_text().splitlines()
     kinds = {line.split()[1]: line.split()[2] for line in lines}  # the last mount at a place is the one that is seen
     found = folder.resolve()
     return next((kinds[str(path)] for path in (found, *found.parents) if str(path) in kinds), "unknown")

@@ -19,7 +19,6 @@ from tpu_utils.checkpoint.state import (
     WHOLE_FILE,
     Entry,
     Kind,
-    index_as_json,
     step_of_folder,
 )
 from tpu_utils.checkpoint.tensor_reading import TensorFiles, check_files, parse_index
@@ -55,9 +54,6 @@ class Saved:
 
     def files(self) -> TensorFiles:
         return TensorFiles(self.folder, self.entries, self.fetch)
-
-    def index(self) -> dict[str, Any]:
-        return index_as_json(self.entries)
 
     def value(self, name: str, kind: type) -> Any:
         """One of the values. Raises CheckpointError when there is none of this kind."""

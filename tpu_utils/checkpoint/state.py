@@ -1,9 +1,11 @@
 """What a checkpoint holds: tensors of a training state by path, in host memory and in files of safetensors.
 An index in JSON says what is where. What is sharded over devices: sharded_tensors.py."""
 
+import json
 import math
 import os
 import re
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from tpu_utils import device
-from tpu_utils.base.writing import checksum_of
+from tpu_utils.base.writing import checksum_of, write_atomically
 
 DTYPES = {"BOOL": torch.bool, "BF16": torch.bfloat16}
 DTYPES |= {f"F{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)}
@@ -64,9 +66,17 @@ def step_folders(folder: Path) -> list[tuple[int, Path]]:
     return [(step, path) for path in found if (step := step_of_folder(path)) is not None]
 
 
-def steps_in(folder: Path) -> list[int]:
-    """Steps with a complete checkpoint, oldest first."""
-    return sorted(step for step, path in step_folders(folder) if (path / "done").exists())
+class StepFolders:
+    """The checkpoints in a folder, by step."""
+
+    folder: Path
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step_{step:08d}"
+
+    def steps(self) -> list[int]:
+        """Steps with a complete checkpoint, oldest first."""
+        return sorted(step for step, path in step_folders(self.folder) if (path / "done").exists())
 
 
 def kind_of(tensor: torch.Tensor) -> Kind:
@@ -95,6 +105,22 @@ def index_as_json(entries: dict[str, Entry]) -> dict[str, Any]:
     return index
 
 
+def write_index(folder: Path, step: int, values: dict[str, Any], entries: dict[str, Entry]) -> dict[str, int]:
+    """state.json of a checkpoint. Its size and CRC-32. Raises OSError, also for one that nobody would read back."""
+    index = {"format": FORMAT, "step": step, "values": values, "tensors": index_as_json(entries)}
+    content = json.dumps(index).encode()
+    if len(content) > LONGEST_HEADER:
+        raise OSError(f"its index has {len(content):,} bytes, expected {LONGEST_HEADER:,} at most")
+    write_atomically(folder / INDEX_FILE, content)
+    return {"bytes": len(content), "crc32": zlib.crc32(content)}
+
+
+def write_marker(folder: Path, step: int, run_id: str, files: dict[str, dict[str, int]]) -> None:
+    """The done marker: from here on it is a checkpoint. files: size and CRC-32 of each."""
+    marker = {"format": FORMAT, "run": run_id, "step": step, "files": files}
+    write_atomically(folder / "done", json.dumps(marker).encode())
+
+
 def tensors_by_path(state: Any, path: str = "") -> dict[str, torch.Tensor]:
     """The tensors in a nesting of dicts, lists and tuples. The path joins keys and positions: state/0/exp_avg.
 
@@ -120,11 +146,6 @@ def tensors_by_path(state: Any, path: str = "") -> dict[str, torch.Tensor]:
             raise TypeError(f"two tensors of the state have the path {min(twice)}")
         found |= below
     return found
-
-
-def num_bytes(tensors: dict[str, torch.Tensor]) -> int:
-    """Over all devices, each value counted once."""
-    return sum(kind_of(tensor).num_bytes for tensor in tensors.values())
 
 
 @dataclass

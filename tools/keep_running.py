@@ -84,13 +84,11 @@ class Keeper:
         self.writes = team.decides and not options["run_dir"].startswith("gs://")
         self.most_failures, self.silent_seconds = most_failures, silent_seconds
         self.attempt: Attempt | None = None
-        self.signals: list[int] = []
-        """Heard, to be passed on."""
+        self.signals: list[int] = []  # heard, to be passed on
         self.stopping = False
         self.count, self.failures = 0, 0
         self.reasons: list[str] = []
-        self.lost: Counter[str] = Counter()
-        """Seconds by cause."""
+        self.lost: Counter[str] = Counter()  # seconds by cause
 
     def on_signal(self, number: int, frame) -> None:
         """A signal is the script's; where none runs, it is the end."""

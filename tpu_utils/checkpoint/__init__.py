@@ -51,8 +51,7 @@ class Checkpoints(StepFolders):
     alike, on a folder that all of them see; where the mirror is of a bucket, on one that nobody else needs to see.
     """
 
-    no_room = "make room there, or move the run to a larger disk, and go on with --resume must"
-    """What to do about it."""
+    no_room = "make room there, or move the run to a larger disk, and go on with --resume must"  # what to do about it
 
     def __init__(
         self, folder: Path, keep: int, peers: Peers | None = None, mirror: "Mirror | None" = None, run_id: str = ""

@@ -24,8 +24,7 @@ from tpu_utils.checkpoint.state import (
 from tpu_utils.checkpoint.tensor_reading import TensorFiles, check_files, parse_index
 from tpu_utils.record.best import BEST_IS_LARGEST
 
-LAST_WITH_FORMAT_1 = "37bab4b"
-"""The commit of this project that still reads it."""
+LAST_WITH_FORMAT_1 = "37bab4b"  # the commit of this project that still reads it
 
 
 @contextlib.contextmanager

@@ -26,8 +26,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 WHOLE_FILE, INDEX_FILE = "state.safetensors", "state.json"
 FORMAT = 2
 """Format of files in a step's folder. Format 1 was a pickle, which torch 2.9 does not read safely (CVE-2026-24747)."""
-LONGEST_HEADER = 16 * 2**20
-"""Bytes of a file's header, or of an index."""
+LONGEST_HEADER = 16 * 2**20  # bytes of a file's header, or of an index
 
 
 @dataclass(frozen=True)
@@ -153,18 +152,13 @@ class HostCopy:
     """A state as it was after `step`, in host memory: training may go on while it is written."""
 
     step: int
-    values: dict[str, Any] = field(default_factory=dict)
-    """What is no tensor, of JSON."""
-    whole: dict[str, torch.Tensor] = field(default_factory=dict)
-    """By path; empty on all processes but the first."""
-    sharded: dict[str, Kind] = field(default_factory=dict)
-    """The tensors that are sharded, the same on all processes."""
+    values: dict[str, Any] = field(default_factory=dict)  # what is no tensor, of JSON
+    whole: dict[str, torch.Tensor] = field(default_factory=dict)  # by path; empty on all processes but the first
+    sharded: dict[str, Kind] = field(default_factory=dict)  # the tensors that are sharded, the same on all processes
     shards: dict[str, dict[tuple[int, ...], torch.Tensor]] = field(default_factory=dict)
     """By path and offsets: the shards this process writes. Each shard is with one process."""
-    wait_seconds: float = 0.0
-    """How long the step loop waited: for the save before, and for this copy."""
-    best: int | None = None
-    """The step of the best checkpoint by then, which stays; None: only the newest do."""
+    wait_seconds: float = 0.0  # how long the step loop waited: for the save before, and for this copy
+    best: int | None = None  # the step of the best checkpoint by then, which stays; None: only the newest do
 
     def clear(self) -> None:
         """Give the memory back: the next copy would be a second one."""
@@ -175,14 +169,11 @@ class HostCopy:
 class Beginning:
     """Where a run begins: after the last step of a checkpoint, or at its start."""
 
-    num_steps_before: int
-    """How many steps the run was to have when it was saved."""
-    step: int = 0
-    """Steps done."""
+    num_steps_before: int  # how many steps the run was to have when it was saved
+    step: int = 0  # steps done
     run_id: str = ""
     evaluation: dict[str, float] = field(default_factory=dict)
-    best: dict[str, Any] | None = None
-    """The best evaluation so far, of a run that keeps it."""
+    best: dict[str, Any] | None = None  # the best evaluation so far, of a run that keeps it
     is_finished: bool = False
     restore: Callable[[dict[str, Any]], None] | None = None
     """Fills the tensors of these parts from the checkpoint; None: there is none to go on from."""
@@ -192,8 +183,7 @@ class Tracked:
     """What checkpoints hold, by name: what has a state_dict(), a tensor, a nesting of these; and random numbers."""
 
     def __init__(self, parts: dict[str, Any]):
-        self.parts, self.metrics = parts, parts.get("metrics")
-        """The DeviceMetrics among the parts, None without one."""
+        self.parts, self.metrics = parts, parts.get("metrics")  # the DeviceMetrics among the parts, None without one
 
     def fill(self, restore: Callable[[dict[str, Any]], None]) -> None:
         """Fill every part in place by restore(parts). The generators are set later, by set_random_state()."""

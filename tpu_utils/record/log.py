@@ -43,8 +43,7 @@ class RunLog:
 
             write_atomically(self._path, lines_to_keep(self._path, first_step, max(num_steps, before)))
         self._file = self._path.open("a", buffering=1)
-        self.events = None
-        """TensorBoard's writer, None where there is none."""
+        self.events = None  # TensorBoard's writer, None where there is none
         if tensorboard and not silent:
             from tpu_utils.record.events import Events  # only here: it imports TensorBoard
 

@@ -45,11 +45,10 @@ class DamagedLines:
 
     def warn(self) -> None:
         if self._count:
-            lines, others = "line" if self._count == 1 else "lines", " and others" if self._count > 8 else ""
-            are = "is" if self._count == 1 else "are"
+            lines = ", ".join(self._first)
             print(
-                f"warning: {self._path}: {self._count:,} damaged {lines} {are} left out ({lines} "
-                f"{', '.join(self._first)}{others}); expected JSON objects with kind and step, as a run logs them",
+                f"warning: {self._path}: damaged lines are left out: {self._count:,}, the first {lines}; expected JSON "
+                "objects with kind and step, as a run logs them",
                 file=sys.stderr,
             )
 

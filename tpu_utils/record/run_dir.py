@@ -28,8 +28,7 @@ class RunLock:
     Of the processes of one run only the first takes it.
     """
 
-    patience_seconds = 2.0
-    """How long to try: for a holder that was killed and is not yet gone."""
+    patience_seconds = 2.0  # how long to try: for a holder that was killed and is not yet gone
 
     def __init__(self):
         self._descriptors: list[int] = []
@@ -141,10 +140,8 @@ class RunDir:
 
     def __init__(self, peers: Peers):
         self._peers, self._lock, self.folder = peers, RunLock(), Path()
-        self.mirror: Mirror | None = None
-        """Keeps a bucket equal to the folder, where run_dir is a gs:// address."""
-        self.run_id = ""
-        """Id of the run in the folder; "": there is none yet, or config.json is damaged."""
+        self.mirror: Mirror | None = None  # keeps a bucket equal to the folder, where run_dir is a gs:// address
+        self.run_id = ""  # id of the run in the folder; "": there is none yet, or config.json is damaged
 
     def open(self, config: TrainConfig) -> None:
         """Make and lock it. Raises InputError, on all processes, as open_run_dir does."""

@@ -117,15 +117,12 @@ def in_metadata(alone: bool) -> Said | None:
 class Reply(NamedTuple):
     """The metadata server's answer to one request."""
 
-    code: int
-    """HTTP status; 0: there was no answer."""
+    code: int  # HTTP status; 0: there was no answer
     value: bytes
-    why: str
-    """In words, where code is not 200."""
+    why: str  # in words, where code is not 200
     nobody: bool = False
     """Certainly no metadata server: the connection failed, or it is another server. A timeout does not prove it."""
-    etag: str = "0"
-    """Names this value: asked with it, the server waits until there is another."""
+    etag: str = "0"  # names this value: asked with it, the server waits until there is another
 
 
 def ask_server(key: str, seconds: float) -> Reply:

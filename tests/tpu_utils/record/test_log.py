@@ -59,14 +59,15 @@ def test_a_bad_line_is_reported_and_the_others_stay_as_they_are(tmp_path, capsys
     content = kept + bad + b"\n" + STEPS % (30, 40) + b'{"kind": "train", "st'  # a kill in mid-line
     assert resume(tmp_path, content) == kept + (STEPS % (30, 40)).splitlines(True)[0]
     said = capsys.readouterr().err
-    assert said.count("warning") == 1 and f"{tmp_path}/metrics.jsonl: 1 damaged line is left out (line 4)" in said
+    assert said.count("warning") == 1
+    assert f"{tmp_path}/metrics.jsonl: damaged lines are left out: 1, the first 4;" in said
 
 
 def test_many_bad_lines_are_one_warning(tmp_path, capsys):
     assert resume(tmp_path, b"x\n" * 1000 + LINES, 50) == LINES
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert "1,000 damaged lines are left out (lines 1, 2, 3, 4, 5, 6, 7, 8 and others)" in said
+    assert "damaged lines are left out: 1,000, the first 1, 2, 3, 4, 5, 6, 7, 8;" in said
     assert resume(tmp_path, LINES + b"x", 50) == LINES and resume(tmp_path, b"", 50) == b""
     assert capsys.readouterr().err == ""
 

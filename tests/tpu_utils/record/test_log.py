@@ -93,7 +93,7 @@ def test_a_line_without_end_takes_no_memory(tmp_path, capsys):
     with at_most(8 << 20), RunLog(tmp_path, 30, 100, tensorboard=False):
         pass
     assert path.read_bytes() == STEPS % (10, 20) + (STEPS % (30, 40)).splitlines(True)[0]
-    assert "(line 3)" in capsys.readouterr().err
+    assert ": 1, the first 3;" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["FIFO", "folder", "character device"])

@@ -10,10 +10,11 @@ import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from tpu_utils.base.errors import InputError
 
+Field = TypeVar("Field")
 KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a FIFO",
@@ -110,6 +111,16 @@ def inside(folder: Path, name: str) -> Path:
 def read_json(path: Path, expected: str, max_bytes: int = 1 << 20) -> dict[str, Any]:
     """The JSON object in a file of at most max_bytes. Raises InputError for anything else."""
     return parse_object(read_regular(path, expected, max_bytes), str(path), expected)
+
+
+def field_in(path: Path, name: str, kind: type[Field]) -> Field | None:
+    """What the JSON object in a file of a run has by this name. None where the file is absent or damaged, which will be
+    written again, or the value is of another kind."""
+    try:
+        found = read_json(path, "a JSON object").get(name)
+    except InputError:
+        return None
+    return found if type(found) is kind else None
 
 
 def parse_object(content: bytes, name: str, expected: str) -> dict[str, Any]:

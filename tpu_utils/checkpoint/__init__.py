@@ -78,12 +78,8 @@ class Checkpoints(StepFolders):
     def newest(self) -> int | None:
         """The step of the newest one, None without any. Waits for the save under way, whose failure is raised later.
         All processes must call it."""
-
-        def ended() -> int | None:
-            self._join()
-            return max(self.steps(), default=None)
-
-        return self._peers.from_first(ended)
+        self._join()
+        return self._peers.from_first(lambda: max(self.steps(), default=None))
 
     def save(self, step: int, parts: dict[str, Any], values: dict[str, Any] | None = None) -> Path:
         """Copy, write and wait. Returns the folder written. Raises SaveError; the earlier checkpoints are intact."""

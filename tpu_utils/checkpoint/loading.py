@@ -112,21 +112,17 @@ class CheckpointReader(StepFolders):
         wanted = tensors_by_path(parts)
         found = {path: entry.kind for path, entry in saved.entries.items() if path.split("/")[0] in parts}
         check_alike({path: kind_of(tensor) for path, tensor in wanted.items()}, found)
+        files = saved.files()
         with one_thread(), self._peers.patient():
-            self._fill(wanted, saved)
+            for path, tensor in wanted.items():
+                if saved.entries[path].shards and is_sharded(tensor):
+                    put_sharded(tensor, lambda piece, offsets, path=path: files.read_into(piece, path, offsets))
+                elif saved.entries[path].shards:
+                    put(tensor, files.read(path))
+                else:  # in a file that the first process alone may have
+                    kind, own = saved.entries[path].kind, self._peers.index == 0
+                    value = files.read(path) if own else torch.empty(kind.shape, dtype=kind.dtype)
+                    self._peers.tensor_from_first(value)
+                    put(tensor, value)
         if saved.fetch:  # another restore fetches it again
             shutil.rmtree(saved.folder, ignore_errors=True)
-
-    def _fill(self, wanted: dict[str, torch.Tensor], saved: Saved) -> None:
-        files = saved.files()
-        for path, tensor in wanted.items():
-            if saved.entries[path].shards and is_sharded(tensor):
-                put_sharded(tensor, lambda piece, offsets, path=path: files.read_into(piece, path, offsets))
-            elif saved.entries[path].shards:
-                put(tensor, files.read(path))
-            else:  # in a file that the first process alone may have
-                kind = saved.entries[path].kind
-                own = self._peers.index == 0
-                value = files.read(path) if own else torch.empty(kind.shape, dtype=kind.dtype)
-                self._peers.tensor_from_first(value)
-                put(tensor, value)

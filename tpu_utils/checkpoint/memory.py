@@ -9,7 +9,6 @@ back with one that the run has left behind, and from where the log has no lines 
 """
 
 import contextlib
-import json
 import os
 import secrets
 import shutil
@@ -20,14 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpu_utils.base.errors import InputError, SaveError
-from tpu_utils.base.files import open_regular, read_json
+from tpu_utils.base.files import field_in, open_regular, read_json
 from tpu_utils.base.process import Peers
 from tpu_utils.base.restarts import memory_folder
-from tpu_utils.base.writing import checksum_of, sync_folder, write_atomically
+from tpu_utils.base.writing import checksum_of, sync_folder
 from tpu_utils.checkpoint import Checkpoints, remove
 from tpu_utils.checkpoint.saved import read_marker
 from tpu_utils.checkpoint.sharded_tensors import SHARED_FOLDER, shard_file, write_shards
-from tpu_utils.checkpoint.state import INDEX_FILE, LONGEST_HEADER, WHOLE_FILE, HostCopy
+from tpu_utils.checkpoint.state import INDEX_FILE, LONGEST_HEADER, WHOLE_FILE, HostCopy, write_marker
 from tpu_utils.record.records import read_records
 
 if TYPE_CHECKING:
@@ -249,7 +248,7 @@ class MemoryCheckpoints(Checkpoints):
             if not mirror:
                 aside.rename(target)
                 sync_folder(disk.folder)
-            write_atomically(target / "done", json.dumps({**marker, "run": disk.run_id}).encode())
+            write_marker(target, step, disk.run_id, marker["files"])
             if mirror:
                 mirror.put(target / "done")
 
@@ -260,7 +259,7 @@ def open_memory(config: "TrainConfig", run_dir: str, disk: Checkpoints) -> tuple
     """(where this run keeps its checkpoints in memory, None with --save_memory_every 0; the step of one that was found
     there, or where the run kept them before, and is on disk now). All processes must call it."""
     # hosts may have memory_dirs of their own; config.json has that of the first, which says whether the run has moved
-    before = disk._peers.from_first(lambda: former_memory_dir(disk.folder.parent))
+    before = disk._peers.from_first(lambda: field_in(disk.folder.parent / "config.json", "memory_dir", str) or "")
     moved = disk._peers.from_first(lambda: before not in ("", config.memory_dir))
     step = kept = None
     for place, keeps in [*[(before, False)] * moved, (config.memory_dir, config.save_memory_every > 0)]:
@@ -274,15 +273,6 @@ def open_memory(config: "TrainConfig", run_dir: str, disk: Checkpoints) -> tuple
         else:
             memory.clear()
     return kept, step
-
-
-def former_memory_dir(run_dir: Path) -> str:
-    """What its config.json says of the start before this one; "": it says nothing."""
-    try:
-        found = read_json(run_dir / "config.json", "the options of a run").get("memory_dir")
-    except InputError:  # absent, or damaged: it is written again
-        return ""
-    return found if isinstance(found, str) else ""
 
 
 def _givers(held: list[dict[str, Any]]) -> dict[str, int] | None:

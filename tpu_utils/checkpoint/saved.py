@@ -112,11 +112,9 @@ def read_checkpoint(folder: Path, run_id: str = "") -> Saved:
         for name, expected in marker["files"].items():
             with open_regular(folder / name, "a file of a checkpoint", follow=False) as file:
                 size = file_size(file)  # before all of it is read
-                sums = checksum_of(file) if size == expected["bytes"] else {"bytes": size}
-            for quantity, value in sums.items():
-                if value != expected[quantity]:
-                    said = f"its done marker says {expected[quantity]}"
-                    raise ValueError(f"{name} has other content: {quantity} is {value}, {said}")
+                found = checksum_of(file) if size == expected["bytes"] else {"bytes": size}
+            if found != expected:
+                raise ValueError(f"{name} has other content: {found}, its done marker says {expected}")
         index = _read_json(folder / INDEX_FILE)
         if type(index) is not dict or index.keys() != {"format", "step", "values", "tensors"}:
             raise ValueError(f"{INDEX_FILE} is no index of a checkpoint")

@@ -57,10 +57,10 @@ def write_shards(copy: HostCopy, aside: Path, target: Path, index: int, mirror: 
     name, apart = shard_file(index), mirror and index > 0
     folder = target if apart else aside  # in the bucket the marker alone says what is complete
     tensors, index_of_own = {}, {}
-    for path, shards in copy.shards.items():
-        tensors |= {shard_name(path, offsets): shard for offsets, shard in shards.items()}
-        index_of_own[path] = [{"file": name, "offsets": list(o), "shape": list(s.shape)} for o, s in shards.items()]
     try:
+        for path, shards in copy.shards.items():
+            tensors |= {shard_name(path, offsets): shard for offsets, shard in shards.items()}
+            index_of_own[path] = [{"file": name, "offsets": list(o), "shape": list(s.shape)} for o, s in shards.items()]
         if apart:
             folder.mkdir(parents=True, exist_ok=True)
         elif not folder.is_dir():

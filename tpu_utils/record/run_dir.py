@@ -156,9 +156,9 @@ class RunDir:
     def _read_run_id(self) -> str:
         if not (self.folder / "config.json").exists():
             return ""
-        from tpu_utils.options.stored import run_id_in  # only where there is a run
+        from tpu_utils.base.files import field_in  # only where there is a run
 
-        return run_id_in(self.folder)
+        return field_in(self.folder / "config.json", "run_id", str) or ""
 
     def check(self) -> None:
         """Raises SaveError, on all processes, when the path no longer leads to the folder that was locked."""

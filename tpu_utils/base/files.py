@@ -95,10 +95,8 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The path below folder of a name that came from elsewhere: an object of a bucket, an entry of a list.
-
-    Raises ValueError for a name that could lead out of the folder, by its parts or by a symbolic link on the way.
-    """
+    """The path below folder of a name that came from elsewhere: an object of a bucket, an entry of a list. Raises
+    ValueError for a name that could lead out of the folder, by its parts or by a symbolic link on the way."""
     parts = name.split("/")
     if not all(re.fullmatch(r"[\w.-]{1,200}", part, re.ASCII) and part.strip(".") for part in parts):
         raise ValueError(f"{name[:200]!r} is no name inside a folder")

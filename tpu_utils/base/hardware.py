@@ -92,9 +92,7 @@ class Topology:
 
 def parse_topology(name: str) -> Topology:
     """v5litepod-8, v5e-8, v6e-8, v4-8, v5p-8, tpu7x-8 (these three count cores), v5e:4x4, 2xv5litepod-16 -> Topology.
-
-    Raises ValueError with what was found, what is accepted, and the nearest size that exists.
-    """
+    Raises ValueError with what was found, what is accepted, and the nearest size that exists."""
     accepted = "v5litepod-8, v6e-8, v4-8, v5p-8, tpu7x-8, v5e:4x4, or 2xv5litepod-16 for two slices"
     kinds = r"(v5litepod|v\d+[ep]?|tpu7x)"
     match = re.fullmatch(rf"(?:(\d+)x)?{kinds}(?:-(\d+)|:(\d+(?:x\d+){{1,2}}))", name.strip().lower())

@@ -91,10 +91,8 @@ class CheckpointReader(StepFolders):
         return None
 
     def load_best(self) -> Saved:
-        """The checkpoint of the best evaluation, as the newest one names it; for one process by itself.
-
-        Raises CheckpointError where there is none, or it is damaged: another one is never taken instead.
-        """
+        """The checkpoint of the best evaluation, as the newest one names it; for one process by itself. Raises
+        CheckpointError where there is none, or it is damaged: another one is never taken instead."""
         newest = self.load("must")
         best = newest.best()
         if best is None:

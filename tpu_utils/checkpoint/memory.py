@@ -43,10 +43,8 @@ class MemoryCheckpoints(Checkpoints):
     no_room = "give --save_memory_every 0, or another --memory_dir with room, and go on with --resume must"
 
     def __init__(self, run_dir: str, memory_dir: str, disk: Checkpoints):
-        """run_dir: as --run_dir names it. disk: the run's checkpoints there. All processes must make it.
-
-        Raises InputError, on all processes, where memory_dir is no folder, or ours in it may be another user's.
-        """
+        """run_dir: as --run_dir names it. disk: the run's checkpoints there. All processes must make it. Raises
+        InputError, on all processes, where memory_dir is no folder, or ours in it may be another user's."""
         super().__init__(memory_folder(run_dir, memory_dir), 1, disk._peers)
         self._disk, self._own_disk = disk, True
 

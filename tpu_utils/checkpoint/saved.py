@@ -64,10 +64,8 @@ class Saved:
         return self.values[name]
 
     def best(self) -> dict[str, Any] | None:
-        """The best evaluation up to this step, as better() gave it; None for a run that keeps none.
-
-        Raises CheckpointError for anything else.
-        """
+        """The best evaluation up to this step, as better() gave it; None for a run that keeps none. Raises
+        CheckpointError for anything else."""
         best = self.values.get("best")
         if best is None:
             return None

@@ -18,10 +18,8 @@ def stream_tensors(
     tensors: Iterator[tuple[str, torch.Tensor]],
     metadata: dict[str, str] | None = None,
 ) -> dict[str, int]:
-    """As write_tensors, one tensor after another: takes as many (name, tensor) as kinds has, in its order.
-
-    Raises ValueError for a tensor that is not the next one, OSError.
-    """
+    """As write_tensors, one tensor after another: takes as many (name, tensor) as kinds has, in its order. Raises
+    ValueError for a tensor that is not the next one, OSError."""
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     end = 0
     for name, kind in kinds.items():

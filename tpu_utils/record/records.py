@@ -17,9 +17,7 @@ LARGEST_NUMBER = 1e300  # the sum of a few larger ones overflows
 
 def read_records(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | None]]:
     """(number, bytes, object) of each line of metrics.jsonl, one at a time; None is the object of a damaged line.
-
-    Raises InputError when it is no regular file.
-    """
+    Raises InputError when it is no regular file."""
     with open_regular(path, "the lines a run has logged") as file:
         for number, line in enumerate(lines_of(file, LONGEST_LINE), 1):
             try:

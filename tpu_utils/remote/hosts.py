@@ -220,9 +220,7 @@ def fill_in(chips: list[Generation], hosts: int, environment: MutableMapping[str
 
 def read_secret(file: str) -> bytes:
     """The secret in this file, or where there is none the attribute peers-secret of the VM's metadata, or nothing.
-
-    Raises InputError for a file that others may read, or with fewer than 16 bytes.
-    """
+    Raises InputError for a file that others may read, or with fewer than 16 bytes."""
     if file:
         where = f"peers_secret {file}"
         try:

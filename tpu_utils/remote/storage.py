@@ -74,10 +74,8 @@ class Mirror:
     """
 
     def __init__(self, url: str, resume: str, folder: Path, peers: Peers | None = None):
-        """url, resume: as the options say. folder: what open_bucket_dir gave the first of the processes, peers.
-
-        Raises like open_bucket_dir, on all processes, whichever cannot use the bucket.
-        """
+        """url, resume: as the options say. folder: what open_bucket_dir gave the first of the processes, peers. Raises
+        like open_bucket_dir, on all processes, whichever cannot use the bucket."""
         peers = peers or Peers()
         self._url = url
         self.folder = folder

@@ -1,6 +1,7 @@
 """A checkpoint in its folder: every byte is checked, then its tensors are read on demand."""
 
 import contextlib
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,21 +10,14 @@ from typing import Any
 
 import torch
 
-from tpu_utils.base.errors import CheckpointError, DamagedCheckpoint
+from tpu_utils.base.errors import CheckpointError, DamagedCheckpoint, InputError
 from tpu_utils.base.files import file_size, open_regular, parse_json, read_regular
 from tpu_utils.base.writing import checksum_of
-from tpu_utils.checkpoint.state import (
-    FORMAT,
-    INDEX_FILE,
-    LONGEST_HEADER,
-    WHOLE_FILE,
-    Entry,
-    Kind,
-    step_of_folder,
-)
+from tpu_utils.checkpoint.state import FORMAT, INDEX_FILE, LONGEST_HEADER, WHOLE_FILE, Entry, Kind, step_of_folder
 from tpu_utils.checkpoint.tensor_reading import TensorFiles, check_files, parse_index
-from tpu_utils.record.best import BEST_IS_LARGEST
 
+BEST_IS_LARGEST = {"accuracy": True, "validation_loss": False}
+"""Evaluations are compared by the first of these fields that they have; True: the largest value is the best."""
 LAST_WITH_FORMAT_1 = "37bab4b"  # the commit of this project that still reads it
 
 
@@ -171,3 +165,21 @@ def check_alike(wanted: dict[str, Kind], found: dict[str, Kind]) -> None:
             f"the checkpoint is of another model: {'; '.join(changed[:3])}; give the options it was made with "
             "(and run the version of the scripts that made it), or start anew in another --run_dir"
         )
+
+
+def better(best: dict[str, Any] | None, step: int, fields: dict[str, float]) -> dict[str, Any] | None:
+    """The better of the best evaluation so far and this one: its step, the field that was compared, and its value.
+
+    Of equal values the earlier is the best; one that is not finite never is. Raises InputError without such a field.
+    """
+    name = next((name for name in BEST_IS_LARGEST if name in fields), None)
+    if name is None:
+        raise InputError(
+            f"keep_best needs an evaluation with {' or '.join(BEST_IS_LARGEST)}; found {', '.join(fields)}; log one of "
+            "the two, or give --no_keep_best"
+        )
+    value, sign = float(fields[name]), 1 if BEST_IS_LARGEST[name] else -1
+    known = best is not None and best["field"] == name
+    if not math.isfinite(value) or (known and sign * value <= sign * best["value"]):
+        return best
+    return {"step": step, "field": name, "value": value}

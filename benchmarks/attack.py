@@ -242,7 +242,9 @@ def attack_bucket(count: int, draw: random.Random, folder: Path) -> str:
     pieces += ["tensorboard", "state.json", "\u0661" * 8, "C:", "~", "%2e%2e", "x" * 300, "config.json", "lock"]
     blobs: list[Blob] = []
     storage.connect = lambda url: (None, "run/")
-    storage.list_objects = lambda bucket, prefix, seconds: [blob for blob in blobs if blob.name.startswith(prefix)]
+    storage.list_objects = lambda bucket, prefix, seconds: {
+        blob.name.removeprefix(prefix): blob for blob in blobs if blob.name.startswith(prefix)
+    }
     storage.download = lambda blob, path: (
         path.parent.mkdir(parents=True, exist_ok=True),
         path.write_bytes(blob.content),

@@ -156,7 +156,7 @@ def objects_of(url: str) -> list[StreamFile]:
     wanted = re.escape(pattern).replace(r"\*", "[^/]*").replace(r"\?", "[^/]")
     wanted = f"{wanted.rstrip('/')}/.*" if fixed == pattern and not NAMES.search(pattern) else wanted
     with named_errors("{} cannot be listed", url):
-        blobs = list_objects(connect(f"gs://{bucket_name}")[0], fixed, START_SECONDS)
+        blobs = list_objects(connect(f"gs://{bucket_name}")[0], fixed, START_SECONDS).values()
     found = sorted((blob for blob in blobs if re.fullmatch(wanted, blob.name)), key=lambda blob: blob.name)
     named = "" if not fixed or fixed.endswith("/") else "_"  # the part of a name that the user began is none to hide
     visible = [blob for blob in found if not is_hidden(named + blob.name.removeprefix(fixed))]

@@ -23,8 +23,9 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from language.data.entries import check_apart, entries_of, is_hidden, tell_once
-from language.data.sequence_data import SequenceData
+from language.data.sequence_data import ALONE, Host, SequenceData
 from language.data.stream_files import refuse_other_json
+from language.data.text import EpochRows
 from language.data.tokenizer import check_texts, check_tokenizer, text_in, tokenizer_of
 from language.options.shapes import START
 from language.options.transformer_options import TransformerConfig
@@ -371,64 +372,32 @@ def fill_rows(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     return rows
 
 
-class ChatPacks:
+class ChatPacks(EpochRows):
     """Packs whole conversations into rows of T + 1 tokens; none attends to another.
 
     Conversations are put into rows once, by the seed; every epoch has the same rows in an order of its own. So each
     conversation comes once an epoch, and an epoch has the same number of batches. The last batch is padded.
     """
 
+    padding = ~START  # documents of one token 0, no targets
+
     def __init__(
-        self,
-        conversations: list[np.ndarray],
-        T: int,
-        rows: int,
-        seed: int = 0,
-        shuffle: bool = True,
-        process_index: int = 0,
-        process_count: int = 1,
+        self, conversations: list[np.ndarray], T: int, rows: int, seed: int = 0, shuffle=True, host: Host = ALONE
     ):
         """conversations: as encode_chats() gives them."""
-        self.T = T
-        self.rows = rows
-        self.seed = seed
-        self.shuffle = shuffle
-        self.process_index, self.process_count = process_index, process_count
+        self.rows, self.seed, self.shuffle, self.host = rows, seed, shuffle, host
         lengths = np.array([len(conversation) for conversation in conversations])
         order = np.random.default_rng(seed).permutation(len(lengths)) if shuffle else np.arange(len(lengths))
         packs = [order[members] for members in fill_rows(lengths[order], T + 1)]
         self.tokens = np.concatenate([conversations[index] for members in packs for index in members])
         self.counts = np.array([lengths[members].sum() for members in packs])
         self.starts = np.cumsum(self.counts) - self.counts
-        self.batches_per_epoch = -(-len(packs) // self.global_rows)
-
-    @property
-    def global_rows(self) -> int:
-        return self.rows * self.process_count
+        self.buckets = np.full_like(self.counts, T)
 
     @property
     def fill(self) -> float:
         """Share of the places in an epoch's rows that hold a token, without the rows that pad the last batch."""
-        return len(self.tokens) / (len(self.counts) * (self.T + 1))
-
-    @functools.lru_cache(maxsize=2)  # noqa: B019 - two epochs, and the source lives as long as the run
-    def plan(self, epoch: int) -> np.ndarray:
-        """Indices of packs in the order of an epoch."""
-        order = np.arange(len(self.counts))
-        if self.shuffle:
-            np.random.default_rng((self.seed, epoch)).shuffle(order)
-        return order
-
-    def batch(self, step: int) -> np.ndarray:
-        """(rows, T + 1) int32 of this process. Padding is ~START: documents of one token 0, no targets."""
-        epoch, index = divmod(step, self.batches_per_epoch)
-        first = index * self.global_rows + self.process_index * self.rows
-        members = self.plan(epoch)[first : first + self.rows]
-        out = np.full((self.rows, self.T + 1), ~START, np.int32)
-        reach = self.starts[members, None] + np.arange(self.T + 1)
-        valid = np.arange(self.T + 1) < self.counts[members, None]
-        out[: len(members)] = np.where(valid, self.tokens[np.minimum(reach, len(self.tokens) - 1)], ~START)
-        return out
+        return len(self.tokens) / (self.buckets + 1).sum()
 
 
 def read_parts(config: TransformerConfig) -> tuple[list, list]:
@@ -466,11 +435,11 @@ def load_chats(config: TransformerConfig, tokenizer, process_index: int = 0, pro
     check_tokenizer(tokenizer, config.shape.vocab_size)
     training, validating = read_parts(config)
     rows = config.global_batch_size // process_count
-    part = dict(process_index=process_index, process_count=process_count)
+    host = Host(process_index, process_count)
     encoded, truncated = encode_chats(training, config.chat_format, tokenizer, T)
     encoded_validation, truncated_validation = encode_chats(validating, config.chat_format, tokenizer, T)
-    train = ChatPacks(encoded, T, rows, config.seed, True, **part)
-    validation = ChatPacks(encoded_validation, T, rows, shuffle=False, **part)
+    train = ChatPacks(encoded, T, rows, config.seed, True, host)
+    validation = ChatPacks(encoded_validation, T, rows, shuffle=False, host=host)
     description = (
         f"{len(training):,} conversations to train on, {len(validating):,} to validate, format "
         f"{choose_format(config.chat_format, tokenizer)}; "

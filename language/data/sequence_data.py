@@ -8,11 +8,25 @@ and padding ~START. A batch is a pure function of the step, so resuming needs no
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from language.options.transformer_options import TransformerConfig
+
+
+class Host(NamedTuple):
+    """Which of the processes that share a global batch this is."""
+
+    index: int = 0
+    count: int = 1
+
+    def part(self, rows: int) -> slice:
+        """The rows of a global batch that are this process's, which has so many."""
+        return slice(self.index * rows, (self.index + 1) * rows)
+
+
+ALONE = Host()
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from language.data.entries import allow_open_files
-from language.data.sequence_data import SequenceData
+from language.data.sequence_data import Host, SequenceData
 from language.data.stream_files import StreamFile, check_no_overlap, fingerprint_of, list_files, read_documents
 from language.data.tokenizer import Tokenizer, check_lost, check_texts, check_tokenizer, tokenizer_of
 from language.options.transformer_options import TransformerConfig
@@ -248,23 +248,14 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
 class StreamRows:
     """Rows of T + 1 tokens of this host, batch after batch; where they stand after each."""
 
-    def __init__(
-        self,
-        reading: Reading,
-        T: int,
-        rows: int,
-        kept: int,
-        workers: int,
-        process_index: int = 0,
-        process_count: int = 1,
-    ):
+    def __init__(self, reading: Reading, T: int, rows: int, kept: int, workers: int, host: Host):
         """rows: of this host in a batch. kept: for how many batches back position() knows; how far it is read ahead."""
         self.reading = reading
         self.T = T
         self.kept = kept
         self.workers = workers
-        self.rows_of_lane = rows * process_count // reading.lanes
-        first = process_index * rows
+        self.rows_of_lane = rows * host.count // reading.lanes
+        first = host.index * rows
         self.numbers = range(first // self.rows_of_lane, (first + rows - 1) // self.rows_of_lane + 1)
         """Numbers of the lanes that have rows of this host. If two hosts share a lane, each reads all of it."""
         self.own = slice(first % self.rows_of_lane, first % self.rows_of_lane + rows)
@@ -310,12 +301,10 @@ class FixedRows:
 
     tokens: np.ndarray
     rows: int
-    process_index: int
-    process_count: int
+    host: Host
 
     def batch(self, step: int) -> np.ndarray:
-        start = (step * self.process_count + self.process_index) * self.rows
-        found = self.tokens[start : start + self.rows]
+        found = self.tokens[step * self.host.count * self.rows :][self.host.part(self.rows)]
         return np.pad(found, ((0, self.rows - len(found)), (0, 0)), constant_values=-1)
 
 
@@ -395,9 +384,9 @@ def load(config: TransformerConfig, process_index: int = 0, process_count: int =
     fixed = validation_rows(reading, config)
     workers = config.stream_workers or min(MOST_WORKERS, os.cpu_count() or 1)
     ahead = config.prefetch_batches + 4  # what is in the loader's queue, on its way there, and made
-    part = dict(process_index=process_index, process_count=process_count)
-    train = StreamRows(reading, T, rows, ahead, workers, **part)
-    validation = FixedRows(fixed, rows, **part)
+    host = Host(process_index, process_count)
+    train = StreamRows(reading, T, rows, ahead, workers, host)
+    validation = FixedRows(fixed, rows, host)
     kinds = Counter(file.kind if file.kind == "parquet" else f"jsonl {file.kind}".strip() for file in reading.files)
     named = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     shared = f" that {process_count} hosts share" if reading.lanes % process_count else ""  # and each reads in full

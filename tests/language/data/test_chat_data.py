@@ -24,6 +24,7 @@ from language.data.chat import (
     read_chats,
     stop_tokens,
 )
+from language.data.sequence_data import Host
 from language.options.shapes import START
 from language.options.transformer_options import ChatFormat, TransformerConfig
 from tpu_utils.base.errors import InputError
@@ -190,7 +191,7 @@ def as_document(messages, T, format="plain", tokenizer=PLAIN):
 def test_each_conversation_once_an_epoch_whole_and_the_answers_are_the_targets(processes):
     T, chats = 100, random_chats(150)
     encoded, truncated = encode_chats(chats, "plain", PLAIN, T)
-    sources = [ChatPacks(encoded, T, 8 // processes, 3, True, i, processes) for i in range(processes)]
+    sources = [ChatPacks(encoded, T, 8 // processes, 3, True, Host(i, processes)) for i in range(processes)]
     wanted = Counter(as_document(messages, T) for _, messages in chats)
     steps, epochs = sources[0].batches_per_epoch, []
     for epoch in range(3):

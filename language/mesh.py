@@ -19,12 +19,6 @@ from tpu_utils.options.environment import attached_chips
 from tpu_utils.run import Run
 
 
-def sizes_of_mesh(mesh: str) -> tuple[int, ...]:
-    """Sizes of AXES, by the option --mesh: the last two may be left out."""
-    sizes = [int(size) for size in mesh.split("x")]
-    return (*sizes, *(1,) * (len(AXES) - len(sizes)))
-
-
 def auto_sizes(config: TransformerConfig, num_devices: int, hbm_bytes: float | None, width: int) -> tuple[tuple, str]:
     """Sizes of AXES and why: data parallelism while weights, gradients and AdamW's moments (16 bytes a parameter) take
     at most a third of a device's memory, else the smallest fsdp axis that gets them there; others when asked for."""
@@ -46,7 +40,8 @@ def choose_mesh(config: TransformerConfig, num_devices: int, hbm_bytes: float | 
     if config.mesh == "auto":
         sizes, why = auto_sizes(config, num_devices, hbm_bytes, width)
     else:
-        sizes, why = sizes_of_mesh(config.mesh), "as asked"
+        sizes, why = tuple(int(size) for size in config.mesh.split("x")), "as asked"
+        sizes += (1,) * (len(AXES) - len(sizes))  # the last two may be left out
     data, fsdp, tensor, devices, expert = sizes
     if math.prod(sizes) != num_devices:
         needed = math.prod(sizes)  # hbm_bytes is None where there is neither a TPU nor a slice to ask about

@@ -422,16 +422,12 @@ def check(config: TransformerConfig) -> None:
 
 
 def load(config: TransformerConfig, process_index: int = 0, process_count: int = 1) -> SequenceData:
-    """As load_chats(), by the tokenizer of the options."""
-    return load_chats(config, tokenizer_of(config), process_index, process_count)
-
-
-def load_chats(config: TransformerConfig, tokenizer, process_index: int = 0, process_count: int = 1) -> SequenceData:
     """The conversations that config names, checked, formatted and packed; of several processes each gets its rows.
 
     Raises InputError.
     """
     T = config.shape.sequence_length
+    tokenizer = tokenizer_of(config)
     check_tokenizer(tokenizer, config.shape.vocab_size)
     training, validating = read_parts(config)
     rows = config.global_batch_size // process_count

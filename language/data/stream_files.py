@@ -18,15 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from language.data.entries import (
-    check_apart,
-    entries_of,
-    is_hidden,
-    matching,
-    refuse_overlap,
-    size_of,
-    tell_once,
-)
+from language.data.entries import check_apart, entries_of, is_hidden, matching, refuse_overlap, size_of, tell_once
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.files import open_regular, parse_json, read_regular
 
@@ -270,12 +262,6 @@ def text_of_line(line: bytes, where: str, field: str) -> str | InputError:
     return InputError(f"{where} has {has:.200}; expected an object with {field}: str; name another --text_field")
 
 
-def size_of_texts(group, field: str) -> int:
-    """Bytes of a column in a row group, as its description says: values that a dictionary has count once."""
-    columns = (group.column(number) for number in range(group.num_columns))
-    return sum(column.total_uncompressed_size for column in columns if column.path_in_schema == field)
-
-
 def too_long(where: str, size: int) -> InputError:
     return InputError(f"{where} has {size:,} bytes; expected {LONGEST:,}; {REMEDY}")
 
@@ -329,12 +315,15 @@ def rows_of(opened: BinaryIO, file: StreamFile, field: str, first: int) -> Itera
         )
     number = 0
     for group in range(found.num_row_groups):
-        end = number + found.metadata.row_group(group).num_rows
+        described = found.metadata.row_group(group)
+        end = number + described.num_rows
         if end <= first:
             number = end
             continue
         where = partial("{}: row {} (row group {})".format, file.name)
-        if (size := size_of_texts(found.metadata.row_group(group), field)) > LONGEST * (end - number):
+        columns = [described.column(column) for column in range(described.num_columns)]
+        size = sum(column.total_uncompressed_size for column in columns if column.path_in_schema == field)
+        if size > LONGEST * (end - number):  # values that a dictionary has count once
             for row in range(max(number, first), end):  # unread: what is longest in it is in memory as a whole
                 yield too_long(where(row + 1, group + 1), size // (end - number))
             number = end

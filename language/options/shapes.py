@@ -84,17 +84,6 @@ GPT_SIZES: dict[str, ModelShape] = {
     "gpt3_2.7B": ModelShape(32, 32, 2560, 2048),
     "gpt3_6.7B": ModelShape(32, 32, 4096, 2048),
 }
-LLAMA_SIZES = (
-    "llama_tiny",
-    "smollm2_135M",
-    "llama3_1B",
-    "llama3_3B",
-    "llama3_8B",
-    "llama3_70B",
-    "qwen3_0.6B",
-    "mixtral_tiny",
-    "mixtral_8x7B",
-    "qwen3_30B_A3B",
-    "qwen3_8B",
-)
+LLAMA_SIZES = ("llama_tiny", "smollm2_135M", "llama3_1B", "llama3_3B", "llama3_8B", "llama3_70B", "qwen3_0.6B")
+LLAMA_SIZES += ("mixtral_tiny", "mixtral_8x7B", "qwen3_30B_A3B", "qwen3_8B")
 """Names of the sizes in llama_shape.py."""

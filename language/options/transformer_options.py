@@ -283,7 +283,7 @@ def check_transformer(config: TransformerConfig) -> list[str]:
 
         problems += check_model_config(config)
     if config.lora_rank or config.initialise_new_tokens == "mean":
-        from language.options.adapters import check_adapters  # only for a run that trains some of the weights
+        from language.options.model_config import check_adapters  # only for a run that trains some of the weights
 
         problems += check_adapters(config)
     if type(shape) is not ModelShape:

@@ -95,10 +95,12 @@ def open_weights(folder: Path, shape: ModelShape | None = None) -> HuggingFaceWe
         if kind.shape != wanted[name] or kind.dtype not in FLOATS:
             problems.append(f"{name} is {kind}, expected float32, bfloat16 or float16 {list(wanted[name])}")
     if problems:
-        first = "; ".join([*expert_count_problems(own, found), *sorted(problems)][:3])
+        numbers = [int(number) for name in found for number in re.findall(r"\.experts\.(\d{1,9})\.", name)]
+        experts, said = max(numbers, default=-1) + 1, getattr(own, "num_experts", 0)
+        wrong = [] if experts == said else [f"{CONFIG} says {said} experts, and the tensors are of {experts}"]
         raise InputError(
-            f"{folder}: {first}{' ...' if problems[3:] else ''}; expected the tensors of the model in {CONFIG}; copy "
-            f"the folder again, {CONFIG} too"
+            f"{folder}: {'; '.join([*wrong, *sorted(problems)][:3])}{' ...' if problems[3:] else ''}; expected the "
+            f"tensors of the model in {CONFIG}; copy the folder again, {CONFIG} too"
         )
     for source in sources(own).values():
         if len({found[name][2].dtype for name in source.names}) > 1:
@@ -111,20 +113,15 @@ def open_weights(folder: Path, shape: ModelShape | None = None) -> HuggingFaceWe
     return weights
 
 
-def expert_count_problems(own: ModelShape, found: dict) -> list[str]:
-    """How many experts the tensors are of, unless it is as many as config.json says."""
-    numbers = [int(number) for name in found for number in re.findall(r"\.experts\.(\d{1,9})\.", name)]
-    count, said = max(numbers, default=-1) + 1, getattr(own, "num_experts", 0)
-    return [] if count == said else [f"{CONFIG} says {said} experts, and the tensors are of {count}"]
-
-
 def check_shape(folder: Path, own: ModelShape, wanted: ModelShape) -> None:
     """Raises InputError unless a model of the one shape can take the weights of the other."""
-    theirs, ours = (dataclasses.asdict(shape) | {"head_width": shape.head_dim} for shape in (own, wanted))
-    theirs["kind"], ours["kind"] = type(own).__name__, type(wanted).__name__
+    theirs, ours = (
+        {"kind": type(shape).__name__} | dataclasses.asdict(shape) | {"head_width": shape.head_dim}
+        for shape in (own, wanted)
+    )
     longest, context = theirs.pop("sequence_length"), ours.pop("sequence_length")
-    names = ["kind"] if theirs["kind"] != ours["kind"] else [name for name in ours if ours[name] != theirs[name]]
-    changed = [f"{name} is {theirs[name]}, expected {ours[name]}" for name in names]
+    names = [name for name in ours if ours[name] != theirs.get(name)]
+    changed = [f"{name} is {theirs.get(name)}, expected {ours[name]}" for name in names]
     if changed:
         raise InputError(f"{folder}: {'; '.join(changed[:3])}; give the folder of this model, or leave the sizes out")
     if context > longest:
@@ -215,11 +212,11 @@ def write_weights(
             size = 0
         files[-1][name] = kind
         size += kind.num_bytes
-    weight_map, total = {}, 0
+    weight_map = {}
     for number, kinds in enumerate(files, 1):
         file = WHOLE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
         stream_tensors(folder / file, kinds, tensors, {"format": "pt"})
         weight_map |= dict.fromkeys(kinds, file)
-        total += sum(kind.num_bytes for kind in kinds.values())
     if len(files) > 1:
+        total = sum(kind.num_bytes for kinds in files for kind in kinds.values())
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})

@@ -72,16 +72,8 @@ def read_model(path: Path) -> tuple[ModelShape, dict[str, torch.Tensor]]:
 def write_model(path: Path, shape: ModelShape, tensors: dict[str, torch.Tensor], dtype=torch.float32) -> None:
     """Write weights llm.c can train from. bfloat16 rounds to nearest even."""
     version = next(number for number, known in MODEL_VERSIONS.items() if known == dtype)
-    header = header_of(
-        MODEL_MAGIC,
-        version,
-        shape.sequence_length,
-        shape.vocab_size,
-        shape.num_layers,
-        shape.num_heads,
-        shape.embedding_dim,
-        shape.padded_vocab_size,
-    )
+    sizes = (shape.sequence_length, shape.vocab_size, shape.num_layers, shape.num_heads, shape.embedding_dim)
+    header = header_of(MODEL_MAGIC, version, *sizes, shape.padded_vocab_size)
     write_atomically(path, itertools.chain([header], bytes_of(shape, tensors, dtype)))
 
 

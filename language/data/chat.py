@@ -165,10 +165,8 @@ def encode(parts: Iterator[tuple[int | str, bool]], format: str, tokenizer) -> t
 
 
 def format_chat(messages: list[dict], format: str, tokenizer) -> tuple[list[int], list[bool]]:
-    """Tokens of a conversation, and which are targets: those of answers and the token that ends each.
-
-    tokenizer: has encode(text), decode(tokens), token(name) -> int | None, end, begin (int | None). Raises InputError.
-    """
+    """Tokens of a conversation, and which are targets: those of answers and the token that ends each. tokenizer: has
+    encode(text), decode(tokens), token(name) -> int | None, end, begin (int | None). Raises InputError."""
     format = choose_format(format, tokenizer)
     return encode(parts_of(messages, format, tokenizer), format, tokenizer)
 
@@ -272,10 +270,8 @@ def chat_files(path: Path) -> list[Path]:
 
 
 def read_chats(path: Path) -> list[tuple[str, list[dict[str, Any]]]]:
-    """(file and line, messages) of every conversation in a file, or in all .jsonl of a folder, sorted by name.
-
-    Raises InputError that names every line that is none. Empty lines are skipped.
-    """
+    """(file and line, messages) of every conversation in a file, or in all .jsonl of a folder, sorted by name. Raises
+    InputError that names every line that is none. Empty lines are skipped."""
     files = chat_files(path)
     chats = []
     problems = []
@@ -313,11 +309,9 @@ def read_chats(path: Path) -> list[tuple[str, list[dict[str, Any]]]]:
 
 
 def encode_chats(chats: list[tuple[str, list[dict]]], format: str, tokenizer, T: int) -> tuple[list[np.ndarray], int]:
-    """Each conversation as int32, at most T + 1 long, as a row holds it; and how many were truncated to that.
-
-    A target is stored as token, a token that is no target as ~token, the first as ~(START + token): sequence_data.py.
-    Raises InputError for a conversation whose targets are all truncated.
-    """
+    """Each conversation as int32, at most T + 1 long, as a row holds it; and how many were truncated to that. A target
+    is stored as token, a token that is no target as ~token, the first as ~(START + token): sequence_data.py. Raises
+    InputError for a conversation whose targets are all truncated."""
     format = choose_format(format, tokenizer)
     special_tokens(format, tokenizer)  # refused once, not for every line
     some = chats[:: len(chats) // SAMPLED_CHATS + 1]
@@ -347,9 +341,7 @@ def encode_chats(chats: list[tuple[str, list[dict]]], format: str, tokenizer, T:
 
 def fill_rows(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     """Bin packing: rows of indices, at most `capacity` in sum; the longest first, each into the fullest row it fits.
-
-    Best-fit decreasing: at most 11/9 of the fewest rows possible, and 1 more.
-    """
+    Best-fit decreasing: at most 11/9 of the fewest rows possible, and 1 more."""
     rows: list[list[int]] = []
     with_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # rows by the room that is left in them
     rooms: list[int] = []  # where with_room has rows, sorted: the fullest one that fits is found by bisection
@@ -423,9 +415,7 @@ def check(config: TransformerConfig) -> None:
 
 def load(config: TransformerConfig, process_index: int = 0, process_count: int = 1) -> SequenceData:
     """The conversations that config names, checked, formatted and packed; of several processes each gets its rows.
-
-    Raises InputError.
-    """
+    Raises InputError."""
     T = config.shape.sequence_length
     tokenizer = tokenizer_of(config)
     check_tokenizer(tokenizer, config.shape.vocab_size)

@@ -45,11 +45,9 @@ def matching(pattern: Path) -> list[Path]:
 
 
 def entries_of(folder: Path, paths: Iterable[Path]) -> list[Path]:
-    """The paths in a folder, sorted, without hidden ones: what editors, Git and downloads put there is no data.
-
-    Raises InputError for a link out of it: which files a model is trained on is for the user to say, not for whoever
-    made the folder. And for the root of all folders, which would take hours to list.
-    """
+    """The paths in a folder, sorted, without hidden ones: what editors, Git and downloads put there is no data. Raises
+    InputError for a link out of it: which files a model is trained on is for the user to say, not for whoever made the
+    folder. And for the root of all folders, which would take hours to list."""
     if folder.resolve() == folder.resolve().parent:
         raise InputError(f"{folder} holds every file of this machine; expected a folder of data")
     every = sorted(paths)

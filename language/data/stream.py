@@ -164,10 +164,8 @@ class Lane:
         self._pool = pool
         self._start = start
         self._windows = windows_of(reading, number, start)
-        self._coming = pool.submit(next, self._windows)  # one at a time: a generator is of one thread
-        self._waiting: deque[Window] = deque()  # chunks of the window before it
-        self._chunks: deque[tuple[Position, Future]] = deque()  # in a thread
-        self._documents: deque[tuple[Position, np.ndarray]] = deque()  # tokenized
+        coming = pool.submit(next, self._windows)  # one at a time: a generator is of one thread
+        self._documents = self._tokenized(start, coming)
         self._place = start
         self._tokens = np.empty(0, np.int32)
         self._offset = 0
@@ -195,35 +193,28 @@ class Lane:
             self._windows.close()
 
     def _next_document(self) -> None:
-        while not self._documents:
-            self._submit_chunks()
-            place, chunk = self._chunks.popleft()
-            self._documents.extend(
-                (place._replace(index=place.index + i), tokens) for i, tokens in enumerate(chunk.result())
-            )
-        self._place, self._tokens = self._documents.popleft()
+        self._place, self._tokens = next(self._documents)
         self._offset = self._start.offset
         start = self._start
         self._start = Position()
         if start != Position() and (self._place[:4] != start[:4] or start.offset >= len(self._tokens)):
             raise CheckpointError(f"the data has no document at {start} of the checkpoint; expected the data it is of")
 
-    def _submit_chunks(self) -> None:
-        while len(self._chunks) < CHUNKS_AHEAD:
-            if not self._waiting:
-                if self._chunks and not self._coming.done():
-                    return
-                self._split(self._coming.result())
-                self._coming = self._pool.submit(next, self._windows)
-                continue
-            place, texts = self._waiting.popleft()
-            self._chunks.append((place, self._pool.submit(encode, self._reading.tokenizer, texts)))
-
-    def _split(self, window: Window) -> None:
-        first = self._start.index if window.position[:3] == self._start[:3] else 0
-        for texts in chunks_of(iter(window.texts[first:])):
-            self._waiting.append(Window(window.position._replace(index=first), texts))
-            first += len(texts)
+    def _tokenized(self, start: Position, coming: Future) -> Iterator[tuple[Position, np.ndarray]]:
+        """Position and tokens of each document from `start` on, without end. coming: the next window."""
+        chunks: deque[tuple[Position, Future]] = deque()  # in a thread
+        while True:
+            window = coming.result()
+            coming = self._pool.submit(next, self._windows)
+            first = start.index if window.position[:3] == start[:3] else 0
+            for texts in chunks_of(iter(window.texts[first:])):
+                place = window.position._replace(index=first)
+                chunks.append((place, self._pool.submit(encode, self._reading.tokenizer, texts)))
+                first += len(texts)
+                if len(chunks) == CHUNKS_AHEAD:
+                    place, chunk = chunks.popleft()
+                    for index, tokens in enumerate(chunk.result(), place.index):
+                        yield place._replace(index=index), tokens
 
 
 def chunks_of(texts: Iterator[str]) -> Iterator[list[str]]:
@@ -404,9 +395,7 @@ def load(config: TransformerConfig, process_index: int = 0, process_count: int =
 
 def validation_rows(reading: Reading, config: TransformerConfig) -> np.ndarray:
     """(eval_batches * global_batch_size at most, T + 1): validation_data from its beginning, else what is held out.
-
-    Raises InputError where there is no text.
-    """
+    Raises InputError where there is no text."""
     T = config.shape.sequence_length
     found = []
     count = 0

@@ -105,10 +105,8 @@ class StreamFile:
 
 
 def list_files(names: str, data_dir: str) -> list[StreamFile]:
-    """The files that --train_data names: a file, a folder, a pattern, gs://, or a .txt with one of these a line.
-
-    Sorted within a pattern, in the order of the list. Raises InputError for names that lead nowhere.
-    """
+    """The files that --train_data names: a file, a folder, a pattern, gs://, or a .txt with one of these a line. Sorted
+    within a pattern, in the order of the list. Raises InputError for names that lead nowhere."""
     if names.endswith(".txt"):
         path = Path(data_dir, names)
         content = read_regular(path, "a list of files", LONGEST_LIST).removeprefix(codecs.BOM_UTF8)
@@ -179,10 +177,8 @@ def fingerprint_of(files: list[StreamFile]) -> int:
 
 
 def read_documents(file: StreamFile, field: str, first: int = 0) -> Iterator[str | InputError]:
-    """The text of each document from number `first` on; for one that is damaged, the InputError that says why.
-
-    Raises InputError where nothing more can be read. PassingError: a bucket does not answer.
-    """
+    """The text of each document from number `first` on; for one that is damaged, the InputError that says why. Raises
+    InputError where nothing more can be read. PassingError: a bucket does not answer."""
     read = 0
     try:
         with file.opened() as opened:

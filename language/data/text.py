@@ -55,10 +55,8 @@ def text_files(path: Path) -> list[Path]:
 
 
 def read_documents(path: Path, separator: str = "") -> list[bytes]:
-    """Documents of one UTF-8 file, or of all files in a folder. Without a separator a file is one document.
-
-    Raises InputError for a separator that divides nothing.
-    """
+    """Documents of one UTF-8 file, or of all files in a folder. Without a separator a file is one document. Raises
+    InputError for a separator that divides nothing."""
     try:
         divider = separator.encode()
     except UnicodeEncodeError as error:

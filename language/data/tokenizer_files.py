@@ -97,9 +97,7 @@ def places_of_shards(patterns: Iterable[Path | None]) -> list[Path]:
 
 def check_one_tokenizer(config: TransformerConfig) -> None:
     """Raises InputError where shards, or shards and the model, are of two tokenizers: of one size, each token passes.
-
-    Some tokens may have other names: a model for conversations names those that its base keeps free.
-    """
+    Some tokens may have other names: a model for conversations names those that its base keeps free."""
     named = [Path(text) for text in (config.initial_weights, config.tokenizer) if text]
     named = [VOCABULARY_FOLDERS / place if str(place) in BUILT_IN else place for place in named]
     found = {}

@@ -26,10 +26,8 @@ INSTEAD = {"gemma3": "; of one that reads images, Gemma3ForCausalLM of transform
 
 
 def shape_of(found: dict, name: str = "config.json") -> ModelShape:
-    """What a Hugging Face config.json says of a model. sequence_length: the longest that it says it can read.
-
-    name: of the file, for messages. Raises InputError for a model that is not one of ours.
-    """
+    """What a Hugging Face config.json says of a model. sequence_length: the longest that it says it can read. name: of
+    the file, for messages. Raises InputError for a model that is not one of ours."""
     kind = found.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         more = INSTEAD.get(kind, "") if isinstance(kind, str) else ""

@@ -74,11 +74,9 @@ def read_config(folder: Path) -> dict:
 
 
 def open_weights(folder: Path, shape: ModelShape | None = None) -> HuggingFaceWeights:
-    """Check a folder: configuration, files, names, shapes and types, by their headers alone.
-
-    shape: the model that the weights have to fit, whose context may be shorter than theirs; None: that of config.json.
-    Raises InputError: found, expected, what to do.
-    """
+    """Check a folder: configuration, files, names, shapes and types, by their headers alone. shape: the model that the
+    weights have to fit, whose context may be shorter than theirs; None: that of config.json. Raises InputError: found,
+    expected, what to do."""
     folder = Path(folder)
     own = shape_of(read_config(folder), str(folder / CONFIG))
     if shape is not None:
@@ -199,10 +197,8 @@ def write_weights(
     tensors: Iterator[tuple[str, torch.Tensor]],
     most_bytes: int = MOST_BYTES,
 ) -> None:
-    """Their tensors, as their_tensors() gives them, one in memory at a time.
-
-    most_bytes: of a file, but for one that holds a single larger tensor. Raises OSError.
-    """
+    """Their tensors, as their_tensors() gives them, one in memory at a time. most_bytes: of a file, but for one that
+    holds a single larger tensor. Raises OSError."""
     files: list[dict[str, Kind]] = [{}]
     size = 0
     for name, part in {name: source.part for source in sources(shape).values() for name in source.names}.items():

@@ -49,10 +49,7 @@ class Source:
 
     def join(self, read: Callable[[str], torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
         """Our parameter, in the type of theirs or in dtype. read: one of theirs by name; one at a time is held beside
-        the result.
-
-        Rows of the padding of a vocabulary are 0.
-        """
+        the result. Rows of the padding of a vocabulary are 0."""
         whole = None
         for number, name in enumerate(self.names):
             part = read(name)

@@ -49,10 +49,8 @@ def open_source(
     *, run_dir="", hf="", llmc="", checkpoint="newest", tokenizer="", precision="auto", chat_format="auto"
 ) -> Source:
     """Give one of run_dir (of transformer_tpu.py, with its checkpoint), hf (a folder of Hugging Face) and llmc (llm.c's
-    weights). tokenizer, precision, chat_format replace the source's own.
-
-    Raises InputError for what is damaged or of another kind; the weights are read later.
-    """
+    weights). tokenizer, precision, chat_format replace the source's own. Raises InputError for what is damaged or of
+    another kind; the weights are read later."""
     of_run = "auto"
     trained_here = not hf
     longest = 0
@@ -137,10 +135,8 @@ def sampling_spec(name: str, parameter: torch.Tensor) -> tuple[str | None, ...]:
 
 
 def sampling_mesh(shape: ModelShape) -> Mesh | None:
-    """All devices of this host along the axis "tensor"; None for one device. Call it before the first tensor.
-
-    Raises InputError where heads, MLP or vocabulary cannot be divided by them.
-    """
+    """All devices of this host along the axis "tensor"; None for one device. Call it before the first tensor. Raises
+    InputError where heads, MLP or vocabulary cannot be divided by them."""
     devices = device_count()
     if devices == 1:
         return None

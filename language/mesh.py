@@ -71,9 +71,7 @@ def choose_mesh(config: TransformerConfig, num_devices: int, hbm_bytes: float | 
                 f"{name} ({value}) must be divisible by the {axis} axis ({size}) of the mesh; choose another --mesh"
             )
     if devices > 1 and config.loss_parts > 1:
-        raise InputError(
-            f"loss_parts is {config.loss_parts}, but the context axis of the mesh is {devices}; expected 1"
-        )
+        raise InputError(f"loss_parts is {config.loss_parts}, but the mesh's context axis is {devices}; expected 1")
     if devices > 1 and config.expert_capacity:
         raise InputError(
             f"expert_capacity is {config.expert_capacity}, places in a whole sequence, but the context axis of the "
@@ -115,8 +113,7 @@ def start_mesh(config: TransformerConfig) -> tuple[Mesh | None, str]:
         raise InputError("attention is flash, but its Pallas kernels run on TPU only; use --attention plain")
     if config.attention == "flash" and version("jax") != "0.7.1":
         raise InputError(
-            f"attention is flash, whose kernels are those of jax 0.7.1; found jax {version('jax')}; "
-            "use --attention plain, or torch_xla 2.9.0"
+            f"attention is flash, whose kernels are jax 0.7.1's; found {version('jax')}; use plain, or torch_xla 2.9.0"
         )
     if num_devices == 1:
         return None, "one device"

@@ -48,9 +48,7 @@ def check_files(config: TransformerConfig) -> None:
 
         check_initial_weights(config)
     elif config.preset.startswith("finetune") and config.model_size == "tiny" and not config.model_config:
-        raise InputError(
-            f"preset {config.preset} found no model to start from; name a folder of weights: --initial_weights"
-        )
+        raise InputError(f"preset {config.preset} found no model to start from; name a folder: --initial_weights")
     if config.compile_for:
         return
     if config.sample_every:

@@ -206,9 +206,7 @@ def messages_of(record: dict[str, Any]) -> list[dict[str, Any]]:
         raise ValueError(f"messages is {type(messages).__name__}, expected a list")
     check_keys(record, "it", (None, 1))
     if marks := [key for key in ("label", "kto_tag") if record.get(key) is False]:  # of data for KTO
-        raise ValueError(
-            f"its {marks[0]} is false, which marks an answer that is not wanted, expected answers to learn"
-        )
+        raise ValueError(f"its {marks[0]} is false, which marks an answer that is not wanted, expected one to learn")
     found = []
     for number, message in enumerate(messages, 1):
         message = message if isinstance(message, dict) else {}
@@ -281,6 +279,7 @@ def read_chats(path: Path) -> list[tuple[str, list[dict[str, Any]]]]:
             refuse_other_json(opened, str(file))
             end = 0
             for number, line in enumerate(lines_of(opened, LONGEST_LINE), 1):
+                where = f"{file}, line {number}"
                 start, end = end, opened.tell()
                 try:
                     if end - start >= LONGEST_LINE:
@@ -288,13 +287,11 @@ def read_chats(path: Path) -> list[tuple[str, list[dict[str, Any]]]]:
                     if line.strip():
                         record = record_of(line)
                         messages = messages_of(record)
-                        chats.append((f"{file}, line {number}", messages))
+                        chats.append((where, messages))
                         without_effect.update(keys_without_effect(record))
                         empty += any(is_answer(message) and not message["content"].strip() for message in messages)
                 except ValueError as error:
-                    problems.append(
-                        f"{file}, line {number}: no conversation: {error}; correct the line, or leave it out"
-                    )
+                    problems.append(f"{where}: no conversation: {error}; correct the line, or leave it out")
                     if len(problems) == MOST_COUNTED:
                         refuse(problems)
     refuse(problems)

@@ -108,6 +108,5 @@ def size_of(path: Path) -> int:
 def refuse_overlap(training: str, validation: str) -> None:
     what = f"{validation} is" if training == validation else f"{training} is the same as {validation},"
     raise InputError(
-        f"{what} in train_data and in validation_data; expected text for validation that is not trained on; choose a "
-        "--train_data without it"
+        f"{what} in train_data and in validation_data; expected it in one of them; choose a --train_data without it"
     )

@@ -68,9 +68,8 @@ def read_documents(path: Path, separator: str = "") -> list[bytes]:
         try:
             content.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise InputError(
-                f"{file}: not UTF-8 (byte {content[error.start]:#x} at {error.start}); convert it first"
-            ) from None
+            at = error.start
+            raise InputError(f"{file}: not UTF-8 (byte {content[at]:#x} at {at}); convert it first") from None
         if file.suffix in (".json", ".jsonl"):
             tell_once(f"as text    {path}: JSON with its quotes and brackets; --dataset stream reads the texts in it")
         if divider:
@@ -185,10 +184,8 @@ class TextWindows(EpochRows):
         end = np.array([END_OF_DOCUMENT_BYTE], np.int32)
         parts = [part for document in documents for part in (end, np.frombuffer(document, np.uint8))]
         self.tokens = np.concatenate(parts)
-        if len(self.tokens) < T + 1:
-            raise InputError(
-                f"{len(self.tokens)} tokens of text, shorter than one sequence of {T} + 1; shorten --sequence_length"
-            )
+        if (count := len(self.tokens)) < T + 1:
+            raise InputError(f"{count} tokens of text, shorter than one sequence of {T} + 1; shorten --sequence_length")
         self.rows, self.seed, self.shuffle, self.host = rows, seed, shuffle, host
         lengths = np.array([1 + len(document) for document in documents])
         ends = np.cumsum(lengths)

@@ -138,8 +138,7 @@ def check_llama(config, shape: LlamaShape) -> list[str]:
     problems, scaling = [], shape.rope_scaling
     if shape.num_heads % shape.num_kv_heads:
         problems.append(
-            f"num_heads ({shape.num_heads}) must be divisible by the {shape.num_kv_heads} heads of keys and values "
-            f"of {config.model_size}"
+            f"num_heads ({shape.num_heads}) must be divisible by the {shape.num_kv_heads} heads of keys and values"
         )
     if config.dropout:
         problems.append(f"dropout is {config.dropout}, but {config.model_size} has none; leave it out")

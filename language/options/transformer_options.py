@@ -296,6 +296,7 @@ def check_transformer(config: TransformerConfig) -> list[str]:
 def check_shape(config: TransformerConfig, shape: ModelShape) -> list[str]:
     """What layers of this shape cannot do."""
     problems = []
+    T = shape.sequence_length
     if shape.embedding_dim % shape.num_heads and not getattr(shape, "head_width", 0):
         divide = [heads for heads in range(1, 1025) if shape.embedding_dim % heads == 0]
         near = [n for n in divide if n < shape.num_heads][-1:] + [n for n in divide if n > shape.num_heads][:1]
@@ -305,14 +306,11 @@ def check_shape(config: TransformerConfig, shape: ModelShape) -> list[str]:
             f"embedding_dim ({shape.embedding_dim}) must be divisible by num_heads ({shape.num_heads}); "
             f"try --num_heads {' or '.join(map(str, near))}, or --embedding_dim {width}"
         )
-    if config.attention == "flash" and shape.sequence_length % 128:
+    if config.attention == "flash" and T % 128:
+        problems.append(f"sequence_length is {T}; attention flash needs a multiple of 128, or choose plain")
+    if T % config.loss_parts:
         problems.append(
-            f"sequence_length is {shape.sequence_length}; attention flash needs a multiple of 128, or choose plain"
-        )
-    if shape.sequence_length % config.loss_parts:
-        problems.append(
-            f"loss_parts ({config.loss_parts}) must divide sequence_length ({shape.sequence_length}); try "
-            f"{math.gcd(config.loss_parts, shape.sequence_length)}"
+            f"loss_parts ({config.loss_parts}) must divide sequence_length ({T}); try {math.gcd(config.loss_parts, T)}"
         )
     if config.remat_all_but >= shape.num_layers:
         problems.append(

@@ -135,9 +135,7 @@ class LocalTask(ConfigurableTask):
         if config.num_fewshot and not self.fewshot_cfg.samples:
             splits.add(examples or config.validation_split)
         if None in splits:
-            raise InputError(
-                f"num_fewshot is {config.num_fewshot}, but {config.task} has no training set; leave it out, or use 0"
-            )
+            raise InputError(f"num_fewshot is {config.num_fewshot}, but {config.task} has no training set; use 0")
         if self.path.is_file() and len(splits) > 1:
             raise InputError(
                 f"{config.task} is one file, {self.path}; num_fewshot {config.num_fewshot} needs a folder with "
@@ -251,8 +249,7 @@ def read_yaml(path: Path) -> dict:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         said = " ".join(str(error).split())
         raise InputError(
-            f"{path}: {said:.200}; expected one task of lm_eval, whole and made of templates; no code that a YAML file "
-            "names is run"
+            f"{path}: {said:.200}; expected one task of lm_eval in templates; no code that a YAML file names is run"
         ) from error
     return found
 

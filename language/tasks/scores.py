@@ -45,8 +45,7 @@ def import_harness() -> Any:
         from language.tasks import harness
     except ModuleNotFoundError as error:
         raise InputError(
-            f"tasks are scored by lm_eval, but {error.name} is not installed; run pip install -r "
-            "requirements-evaluate.txt"
+            f"tasks need lm_eval, but {error.name} is not installed; run pip install -r requirements-evaluate.txt"
         ) from error
     return harness
 

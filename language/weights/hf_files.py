@@ -102,9 +102,7 @@ def open_weights(folder: Path, shape: ModelShape | None = None) -> HuggingFaceWe
         )
     for source in sources(own).values():
         if len({found[name][2].dtype for name in source.names}) > 1:
-            raise InputError(
-                f"{folder}: {', '.join(source.names[:3])} ... have several types; expected one of them all"
-            )
+            raise InputError(f"{folder}: {', '.join(source.names[:3])} ... have several types; expected one of all")
     weights = HuggingFaceWeights(folder, shape or own, found)
     if HEAD in found and tied:
         check_tied(weights, sources(own)["token_embedding"])
@@ -123,9 +121,7 @@ def check_shape(folder: Path, own: ModelShape, wanted: ModelShape) -> None:
     if changed:
         raise InputError(f"{folder}: {'; '.join(changed[:3])}; give the folder of this model, or leave the sizes out")
     if context > longest:
-        raise InputError(
-            f"{folder}: the model reads {longest} tokens, expected {context}; choose a sequence_length that fits"
-        )
+        raise InputError(f"{folder}: reads {longest} tokens, expected {context}; choose a sequence_length that fits")
 
 
 def find_tensors(folder: Path, shape: ModelShape) -> dict[str, tuple[Path, str, Kind]]:
@@ -169,9 +165,7 @@ def map_of_files(folder: Path) -> dict[str, str]:
         raise InputError(f"{folder / INDEX}: weight_map is {found!r:.60}; expected the file of each tensor")
     for file in found.values():
         if not isinstance(file, str) or not re.fullmatch(r"[\w-][\w.-]{0,200}\.safetensors", file, re.ASCII):
-            raise InputError(
-                f"{folder / INDEX} names the file {file!r:.100}; expected *.safetensors in the same folder"
-            )
+            raise InputError(f"{folder / INDEX} names {file!r:.100}; expected *.safetensors in the same folder")
     return found
 
 

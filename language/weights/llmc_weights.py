@@ -54,16 +54,13 @@ def read_model(path: Path) -> tuple[ModelShape, dict[str, torch.Tensor]]:
         magic, version, T, V, L, H, D, padded = (int(word) for word in header[:8])
         if magic != MODEL_MAGIC or version not in MODEL_VERSIONS:
             raise InputError(
-                f"{path}: magic {magic}, version {version}; expected {MODEL_MAGIC} with version 3 (float32) or 5 "
-                "(bfloat16)"
+                f"{path}: magic {magic}, version {version}; expected {MODEL_MAGIC}, version 3 (float32) or 5 (bfloat16)"
             )
         if min(T, V, L, H, D) < 1 or D % H:
             raise InputError(f"{path}: damaged header: context {T}, vocabulary {V}, {L} layers, {H} heads, width {D}")
         shape = ModelShape(num_layers=L, num_heads=H, embedding_dim=D, sequence_length=T, vocab_size=V)
         if padded != shape.padded_vocab_size:
-            raise InputError(
-                f"{path}: vocabulary padded to {padded}; expected {shape.padded_vocab_size} for {V} tokens"
-            )
+            raise InputError(f"{path}: vocabulary padded to {padded}; expected {shape.padded_vocab_size} for {V}")
         dtype = MODEL_VERSIONS[version]
         check_size(file, HEADER_WORDS * 4 + number_of_values(shape) * dtype.itemsize, f"{shape} in {dtype}")
         return shape, read_tensors(file, shape, dtype)
@@ -100,9 +97,7 @@ def read_debug_state(path: Path, shape: ModelShape) -> DebugState:
         check_size(file, 4 * (HEADER_WORDS + words), f"{B} x {T} tokens for {shape}")
         both = np.fromfile(file, "<i4", 2 * B * T)
         if len(outside := both[(both < 0) | (both >= shape.vocab_size)]):
-            raise InputError(
-                f"{path}: token {outside[0]}, expected 0 to {shape.vocab_size - 1}; copy or write it again"
-            )
+            raise InputError(f"{path}: token {outside[0]}, expected 0 to {shape.vocab_size - 1}; copy it again")
         tokens, targets = torch.from_numpy(both.reshape(2, B, T))
         logits = torch.from_numpy(np.fromfile(file, "<f4", B * T * shape.vocab_size).reshape(B, T, -1))
         loss = np.fromfile(file, "<f4", 1).item()

@@ -86,9 +86,7 @@ def open_source(
 def build(source: Source, int8=False, mesh: Mesh | None = None) -> Decoder:
     """The model, its matrices in the compute dtype or in int8. Raises InputError for experts in int8."""
     if int8 and getattr(source.shape, "num_experts", 0):
-        raise InputError(
-            "int8 is on, but the model is a mixture of experts, whose matrices stay as they are; leave it out"
-        )
+        raise InputError("int8 is on, but the matrices of a mixture of experts stay as they are; leave it out")
     model = (llama.Llama if isinstance(source.shape, LlamaShape) else gpt.GPT)(source.shape, source.dtype, mesh=mesh)
     for name, parameter in model.requires_grad_(False).named_parameters():
         if is_matrix(name) and name != "position_embedding":
@@ -146,9 +144,7 @@ def sampling_mesh(shape: ModelShape) -> Mesh | None:
         ("tokens of the padded vocabulary", shape.padded_vocab_size),
     ):
         if count % devices:
-            raise InputError(
-                f"the model has {count} {name}, which {devices} devices cannot share evenly; use --devices one"
-            )
+            raise InputError(f"the model has {count} {name}, which {devices} devices cannot share; use --devices one")
     use_spmd()
     mesh = Mesh(np.arange(devices), (1, 1, devices, 1, 1), AXES)
     set_global_mesh(mesh)

@@ -13,8 +13,7 @@ from language.data.preparations import identity
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.files import file_size, open_regular
 
-FEWEST_OTHER_FILES = 32
-"""Files that a run has open beside its data, at least."""
+FEWEST_OTHER_FILES = 32  # files that a run has open beside its data, at least
 OTHER_FILES = 1024
 
 

@@ -50,10 +50,8 @@ class SequenceData:
     validation: Any
     validation_batches: int
     description: str
-    crc32: int
-    """Identifies the data: a run is resumed on the data it began with. One CRC-32, or the two of TokenShards."""
-    loss_floor: float | None = None
-    """Lowest possible expected loss in nats, in closed form; None where nobody knows it."""
+    crc32: int  # identifies the data: a run is resumed on the data it began with. One CRC-32, or the two of TokenShards
+    loss_floor: float | None = None  # lowest possible expected loss in nats, in closed form; None where nobody knows it
 
     unit = "tokens"
 

@@ -52,11 +52,9 @@ class Reading:
     tokenizer: Tokenizer
     seed: int
     lanes: int
-    window: int
-    """Documents that are shuffled among themselves."""
+    window: int  # documents that are shuffled among themselves
     skip_damaged: bool
-    hold_out: bool
-    """Leave the documents that are for validation out."""
+    hold_out: bool  # leave the documents that are for validation out
 
     def refused(self, error: InputError, left_out: int) -> None:
         """Raises it, or says now and then that it is the left_out-th thing left out."""
@@ -70,21 +68,15 @@ class Position(NamedTuple):
     """Where a lane goes on: at the first token of the next row."""
 
     epoch: int = 0
-    turn: int = 0
-    """Which one of the lane's files of this epoch."""
-    first: int = 0
-    """The document of the file that the window begins with."""
-    index: int = 0
-    """Index of the document in the shuffled window."""
-    offset: int = 0
-    """Index of the token in the document, whose token 0 is the end token in front of it."""
-    left_out: int = 0
-    """Damaged documents and files before the window."""
+    turn: int = 0  # which one of the lane's files of this epoch
+    first: int = 0  # the document of the file that the window begins with
+    index: int = 0  # index of the document in the shuffled window
+    offset: int = 0  # index of the token in the document, whose token 0 is the end token in front of it
+    left_out: int = 0  # damaged documents and files before the window
 
 
 class Window(NamedTuple):
-    position: Position
-    """Position of its first document."""
+    position: Position  # position of its first document
     texts: list[str]
 
 
@@ -400,15 +392,16 @@ def validation_rows(reading: Reading, config: TransformerConfig) -> np.ndarray:
     found = []
     count = 0
     wanted = config.eval_batches * config.global_batch_size * T + 1
-    chunks = chunks_of(texts_for_validation(reading, config))
     lost = Counter()
     size = 0
-    while count < wanted and (chunk := next(chunks, [])):
-        found += encode(reading.tokenizer, chunk)
-        count += sum(map(len, found[-len(chunk) :]))
-        for text, tokens in zip(chunk, found[-len(chunk) :], strict=True):
+    for chunk in chunks_of(texts_for_validation(reading, config)):
+        for text, tokens in zip(chunk, encode(reading.tokenizer, chunk), strict=True):
             lost += reading.tokenizer.lost(text, tokens)
             size += len(text)
+            count += len(tokens)
+            found.append(tokens)
+        if count >= wanted:
+            break
     check_lost(lost, size, "the documents for validation")
     if count < 2:
         raise InputError(

@@ -52,13 +52,10 @@ OTHER_FORMS = (
 class StreamFile:
     """A file, and what it was like when the run began."""
 
-    name: str
-    """Its path, or gs://BUCKET/OBJECT."""
+    name: str  # its path, or gs://BUCKET/OBJECT
     size: int
-    generation: int = 0
-    """Generation number of an object: new content under the same name has another."""
-    crc32c: str = ""
-    """CRC32C checksum of an object, as Cloud Storage has it."""
+    generation: int = 0  # generation number of an object: new content under the same name has another
+    crc32c: str = ""  # CRC32C checksum of an object, as Cloud Storage has it
 
     @property
     def kind(self) -> str:

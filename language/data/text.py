@@ -15,8 +15,7 @@ from tpu_utils.base.errors import InputError
 from tpu_utils.base.files import open_regular
 
 TEXT = "a UTF-8 text file or a folder of them"
-END_OF_DOCUMENT_BYTE = BYTE_VOCAB_SIZE - 1
-"""The token after the 256 bytes; it stands before every document."""
+END_OF_DOCUMENT_BYTE = BYTE_VOCAB_SIZE - 1  # the token after the 256 bytes; it stands before every document
 
 
 def check(config: TransformerConfig) -> None:
@@ -120,14 +119,10 @@ class EpochRows:
     last one of each length is short, and filled up."""
 
     tokens: np.ndarray
-    starts: np.ndarray
-    """Where each row begins."""
-    counts: np.ndarray
-    """How many tokens of each row are not padding."""
-    buckets: np.ndarray
-    """The length of each row, in targets."""
-    rows: int
-    """Rows of this process in a batch."""
+    starts: np.ndarray  # where each row begins
+    counts: np.ndarray  # how many tokens of each row are not padding
+    buckets: np.ndarray  # the length of each row, in targets
+    rows: int  # rows of this process in a batch
     seed: int
     shuffle: bool
     host: Host

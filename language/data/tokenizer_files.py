@@ -35,12 +35,10 @@ BUILT_IN = ("bytes", "gpt2", "numbers")
 LARGEST_TOKENIZER_FILE = 1 << 28
 LINKS = "(a snapshot in Hugging Face's cache is made of links: copy it with `cp -rL`)"
 EXPECTED = f"a file of a tokenizer {LINKS}"
-END = "<|endoftext|>"
-"""How the end token of bytes is written. GPT-2's is called so too."""
+END = "<|endoftext|>"  # how the end token of bytes is written. GPT-2's is called so too
 LEAST_ALIKE = 0.9
 """Share of the tokens of one vocabulary that another one must have at the same numbers to count as the same."""
-RUN_TOKENIZER = "tokenizer"
-"""The folder in a run that tools.convert_hf made, with what belongs to the tokenizer."""
+RUN_TOKENIZER = "tokenizer"  # the folder in a run that tools.convert_hf made, with what belongs to the tokenizer
 
 
 def copy_tokenizer(source: Path, target: Path, names: tuple[str, ...] = TOKENIZER_FILES) -> list[str]:

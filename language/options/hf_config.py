@@ -204,7 +204,8 @@ def _rotary(found: dict, kind: str, pairs: int, context: int, name: str) -> tupl
 def hugging_face_config(shape: ModelShape, dtype: str = "float32", tokens: dict | None = None) -> dict:
     """config.json for AutoModelForCausalLM.from_pretrained. tokens: SPECIAL_TOKENS, as far as they are known."""
     known = {name: (tokens or {}).get(name) for name in SPECIAL_TOKENS}
-    kind, family = getattr(shape, "family", "gpt2"), shape.conventions
+    kind = getattr(shape, "family", "gpt2")
+    family = FAMILIES[kind]
     said = {"architectures": [family.architecture], "model_type": kind, "torch_dtype": dtype}
     said |= {name: values[0] for name, values in family.expected.items()}
     if not isinstance(shape, LlamaShape):

@@ -1,10 +1,6 @@
 """What fixes the size of a language model, and the published sizes. Imports no torch."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from language.options.families import Family
 
 BYTE_VOCAB_SIZE = 257  # the 256 bytes and the token that stands before every document
 START = 1 << 20  # added to the first token of a document that shares its row with others; no vocabulary is so large
@@ -24,12 +20,6 @@ class ModelShape:
     def padded_vocab_size(self) -> int:
         """Next multiple of 128, the lane count of the matrix unit; padded tokens get no probability."""
         return -(-self.vocab_size // 128) * 128
-
-    @property
-    def conventions(self) -> "Family":
-        from language.options.families import FAMILIES  # only for a file of Hugging Face
-
-        return FAMILIES["gpt2"]
 
     @property
     def norm_offset(self) -> float:

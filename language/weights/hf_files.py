@@ -26,8 +26,7 @@ from tpu_utils.checkpoint.tensor_reading import read_header
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-MOST_BYTES = 5 * 10**9
-"""Largest file of weights that is written, in bytes, as Hugging Face has it."""
+MOST_BYTES = 5 * 10**9  # largest file of weights that is written, in bytes, as Hugging Face has it
 UNUSED_TENSORS = (
     r"(transformer\.h\.\d+\.attn\.(bias|masked_bias)|model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq)"
 )

@@ -37,13 +37,10 @@ FUSED |= {"gate_up_weight": ("mlp.gate_up_proj.weight",)}
 class Source:
     """The tensors of Hugging Face ("theirs") that make up one parameter of our model ("ours"), in this order."""
 
-    size: tuple[int, ...]
-    """Shape of our parameter."""
+    size: tuple[int, ...]  # shape of our parameter
     names: tuple[str, ...]
-    part: tuple[int, ...]
-    """Shape of each of theirs."""
-    transposed: bool = False
-    """GPT-2's Conv1D keeps (in, out)."""
+    part: tuple[int, ...]  # shape of each of theirs
+    transposed: bool = False  # GPT-2's Conv1D keeps (in, out)
     rows: tuple[int, int] | None = None
     """First and end of the rows that are ours, where they have one matrix for several parameters."""
 

@@ -31,18 +31,13 @@ class Source:
     """A model to sample from, not loaded yet."""
 
     shape: ModelShape
-    dtype: torch.dtype
-    """Type of weights and computation."""
-    read: Callable[[str], torch.Tensor]
-    """A parameter by its name in our model, with what adapters add to it."""
+    dtype: torch.dtype  # type of weights and computation
+    read: Callable[[str], torch.Tensor]  # a parameter by its name in our model, with what adapters add to it
     tokenizer: Tokenizer
-    start: int | None
-    """What stands before a text; None: nothing."""
+    start: int | None  # what stands before a text; None: nothing
     chat_format: str
-    after: int | None = None
-    """What stands behind a text that is to be continued."""
-    longest: int = 0
-    """Tokens that it reads, if these are more than the sequences of its run, which shape has."""
+    after: int | None = None  # what stands behind a text that is to be continued
+    longest: int = 0  # tokens that it reads, if these are more than the sequences of its run, which shape has
 
 
 def open_source(

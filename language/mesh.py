@@ -139,8 +139,8 @@ def print_plan(run: Run, data: SequenceData, why: str) -> None:
     if config.num_experts:
         places = "none is dropped"
         if capacity := config.expert_capacity:
-            number = slots_of_capacity(shape, shape.sequence_length, capacity)
-            places = f"{number} in a sequence, {capacity} even shares"
+            slots = slots_of_capacity(shape, shape.sequence_length, capacity)
+            places = f"{slots} in a sequence, {capacity} even shares"
         run.print(
             f"experts    {config.num_experts} in a layer, {shape.experts_per_token} for a token, which meets "
             f"{shape.num_multiplied:,} of the parameters; places of an expert: {places}"
@@ -157,8 +157,7 @@ def print_plan(run: Run, data: SequenceData, why: str) -> None:
     if config.lora_rank:
         from language.weights.hf_layout import sizes_of  # only for adapters
 
-        sizes = adapter_sizes(sizes_of(shape), config.lora_rank)
-        trained = sum(math.prod(size) for size in sizes.values())
+        trained = sum(map(math.prod, adapter_sizes(sizes_of(shape), config.lora_rank).values()))
         run.print(
             f"lora       {trained:,} more in adapters of rank {config.lora_rank}, which alone are trained; the weights "
             f"are frozen in {config.base_precision}"

@@ -394,9 +394,8 @@ def read_parts(config: TransformerConfig) -> tuple[list, list]:
     path, validation_path = config.data_paths
     chats = read_chats(path)
     if validation_path:
-        held_out_chats = read_chats(validation_path)
         check_apart(chat_files(path), chat_files(validation_path))
-        return chats, held_out_chats
+        return chats, read_chats(validation_path)
     if len(chats) < 2:
         raise InputError(f"{config.train_data}: 1 conversation; expected 2 or more, or others with --validation_data")
     held_out = max(1, len(chats) // 10)

@@ -380,9 +380,8 @@ def load(config: TransformerConfig, process_index: int = 0, process_count: int =
     )
     if process_index == 0:  # measured: in the description it would make two config.json of two equal runs
         print(f"stream     each thread {speed_of(reading):,.0f} tokens/s", flush=True)
-    batches = -(-len(fixed) // config.global_batch_size)
     crc32 = reading.tokenizer.fingerprint ^ fingerprint_of(reading.files)
-    return StreamData(config, train, validation, batches, description, crc32)
+    return StreamData(config, train, validation, -(-len(fixed) // config.global_batch_size), description, crc32)
 
 
 def validation_rows(reading: Reading, config: TransformerConfig) -> np.ndarray:

@@ -156,8 +156,7 @@ class FromFile(Tokenizer):
         said = (self.vocab_size, self.end, front[0] if front else None)
         self.fingerprint = zlib.crc32(repr(said).encode(), zlib.crc32(content))
         self.begin, self.after, self.prefix = self.around(front, behind, says)
-        unknown = unknown_token(self.tokenizer)
-        self._no_text = {number for number, token in added.items() if token.special} | {unknown}
+        self._no_text = {unknown_token(self.tokenizer), *(n for n, token in added.items() if token.special)}
 
     def around(self, front: list[int], behind: list[int], says: dict[str, dict]) -> tuple[int | None, int | None, int]:
         """begin, after and prefix as transformers has them. front, behind: what tokenizer.json itself puts around."""

@@ -45,8 +45,7 @@ def copy_tokenizer(source: Path, target: Path, names: tuple[str, ...] = TOKENIZE
     """Copy the files of these names that are there, as bytes. Raises InputError for one that is no regular file."""
     copied = [name for name in names if os.path.lexists(source / name)]
     for name in copied:
-        content = read_regular(source / name, EXPECTED, LARGEST_TOKENIZER_FILE, follow=False)
-        (target / name).write_bytes(content)
+        (target / name).write_bytes(read_regular(source / name, EXPECTED, LARGEST_TOKENIZER_FILE, follow=False))
     return copied
 
 
@@ -155,9 +154,8 @@ def name_format(
     """Make files that were copied name the format of a run's conversations: its template, and all that ends an answer
     in training. Returns as export_tokenizer()."""
     format = chat_data.choose_format(format, tokenizer)
-    ends = chat_data.stop_tokens(format, tokenizer) | tokenizer.stops
     first = chat_data.end_of_answer(format, tokenizer)
-    numbers = [first, *sorted(ends - {first})]
+    numbers = [first, *sorted((chat_data.stop_tokens(format, tokenizer) | tokenizer.stops) - {first})]
     named = {"eos_token": tokenizer.decode([first]) or END}
     if format == "plain":  # its template begins with what the tokenizer puts before a text, and with nothing else
         named["bos_token"] = None if tokenizer.begin is None else tokenizer.decode([tokenizer.begin]) or END
@@ -169,8 +167,7 @@ def name_format(
         rewrite(target / SPECIAL_TOKENS_MAP, known, {}, tuple(named.keys() - known.keys()))
     rewrite(target / GENERATION_CONFIG, end, {}, ())
     (target / TEMPLATE).write_bytes((chat_data.TEMPLATES / f"{format}.jinja").read_bytes())
-    names = (*written, TOKENIZER_CONFIG, GENERATION_CONFIG, TEMPLATE)
-    return list(dict.fromkeys(names)), end
+    return list(dict.fromkeys([*written, TOKENIZER_CONFIG, GENERATION_CONFIG, TEMPLATE])), end
 
 
 def reads_as_trained(folder: Path, format: str) -> bool:

@@ -184,8 +184,7 @@ def _rotary(found: dict, kind: str, pairs: int, context: int, name: str) -> tupl
             if not isinstance(values, list) or len(values) != pairs or original < 2:
                 raise _wrong(name, key, values, f"a list of {pairs} numbers, and an original context of 2 or more")
         short, long = (tuple(_positive({rotary: x}, rotary, name) for x in values) for values in factors)
-        scaling = RopeScaling(context / original, 1.0, 4.0, original, rotary, short, long)
-        return theta, scaling, local_theta
+        return theta, RopeScaling(context / original, 1.0, 4.0, original, rotary, short, long), local_theta
     factor, *waves = [_positive(said, key, name) for key in ROTARY[rotary]]
     if rotary == "linear":
         return theta, RopeScaling(factor, kind=rotary), local_theta

@@ -50,8 +50,7 @@ def bytes_of(shape: ModelShape, tensors: dict[str, torch.Tensor], dtype: torch.d
 def read_model(path: Path) -> tuple[ModelShape, dict[str, torch.Tensor]]:
     """Weights in the file's own dtype. Raises InputError for a foreign, damaged or unsupported file."""
     with open_regular(path, "an llm.c GPT-2 model") as file:
-        header = read_header(file, "an llm.c GPT-2 model")
-        magic, version, T, V, L, H, D, padded = (int(word) for word in header[:8])
+        magic, version, T, V, L, H, D, padded = map(int, read_header(file, "an llm.c GPT-2 model")[:8])
         if magic != MODEL_MAGIC or version not in MODEL_VERSIONS:
             raise InputError(
                 f"{path}: magic {magic}, version {version}; expected {MODEL_MAGIC}, version 3 (float32) or 5 (bfloat16)"

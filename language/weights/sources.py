@@ -81,7 +81,7 @@ def open_source(
 def build(source: Source, int8=False, mesh: Mesh | None = None) -> Decoder:
     """The model, its matrices in the compute dtype or in int8. Raises InputError for experts in int8."""
     if int8 and getattr(source.shape, "num_experts", 0):
-        raise InputError("int8 is on, but the matrices of a mixture of experts stay as they are; leave it out")
+        raise InputError("int8 is on, but the model is a mixture of experts, which stay as they are; leave it out")
     model = (llama.Llama if isinstance(source.shape, LlamaShape) else gpt.GPT)(source.shape, source.dtype, mesh=mesh)
     for name, parameter in model.requires_grad_(False).named_parameters():
         if is_matrix(name) and name != "position_embedding":

@@ -12,13 +12,8 @@ from language.models.layers import LAYER_MATRICES
 from language.options.llama_shape import LlamaShape
 from language.options.shapes import ModelShape
 
-GPT2 = {  # ours: theirs, below transformer.h.N
-    **{"ln1_weight": "ln_1.weight", "ln1_bias": "ln_1.bias", "ln2_weight": "ln_2.weight", "ln2_bias": "ln_2.bias"},
-    **{"qkv_weight": "attn.c_attn.weight", "qkv_bias": "attn.c_attn.bias"},
-    **{"attention_out_weight": "attn.c_proj.weight", "attention_out_bias": "attn.c_proj.bias"},
-    **{"mlp_in_weight": "mlp.c_fc.weight", "mlp_in_bias": "mlp.c_fc.bias"},
-    **{"mlp_out_weight": "mlp.c_proj.weight", "mlp_out_bias": "mlp.c_proj.bias"},
-}
+GPT2 = {"ln1": "ln_1", "ln2": "ln_2", "qkv": "attn.c_attn", "attention_out": "attn.c_proj", "mlp_in": "mlp.c_fc"}
+GPT2 |= {"mlp_out": "mlp.c_proj"}  # ours: theirs, below transformer.h.N; each has a weight and a bias
 LLAMA = {  # below model.layers.N; several: one after another in ours
     **{"ln1_weight": ("input_layernorm.weight",), "ln1_after_weight": ("post_attention_layernorm.weight",)},
     **{"ln2_weight": ("pre_feedforward_layernorm.weight",), "ln2_after_weight": ("post_feedforward_layernorm.weight",)},
@@ -111,7 +106,10 @@ def sources(shape: ModelShape) -> dict[str, Source]:
         top = {"token_embedding": "model.embed_tokens.weight", "final_ln_weight": "model.norm.weight"}
         top["head_weight"] = "lm_head.weight"
     else:
-        table, below = {n: (t,) for n, t in GPT2.items()}, "transformer.h"
+        table = {
+            f"{ours}_{kind}": (f"{theirs}.{kind}",) for ours, theirs in GPT2.items() for kind in ("weight", "bias")
+        }
+        below = "transformer.h"
         top = {"token_embedding": "transformer.wte.weight", "position_embedding": "transformer.wpe.weight"}
         top |= {"final_ln_weight": "transformer.ln_f.weight", "final_ln_bias": "transformer.ln_f.bias"}
     found = {}

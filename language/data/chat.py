@@ -410,8 +410,7 @@ def check(config: TransformerConfig) -> None:
 
 
 def load(config: TransformerConfig, process_index: int = 0, process_count: int = 1) -> SequenceData:
-    """The conversations that config names, checked, formatted and packed; of several processes each gets its rows.
-    Raises InputError."""
+    """The conversations that config names, packed; of several processes each gets its rows. Raises InputError."""
     T = config.shape.sequence_length
     tokenizer = tokenizer_of(config)
     check_tokenizer(tokenizer, config.shape.vocab_size)

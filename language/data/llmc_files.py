@@ -97,8 +97,7 @@ def open_token_shard(path: Path, vocab_size: int) -> np.ndarray:
 
 def write_token_shard(path: Path, tokens: np.ndarray, vocab_size: int = 0) -> None:
     """Write one shard, which llm.c reads too: GPT-2's (uint16), or Llama-3's (uint32) for a vocabulary above 65,536.
-    Raises InputError for tokens that do not fit. vocab_size: recorded in a word of the header that llm.c leaves 0 and
-    does not read."""
+    vocab_size: recorded in a word of the header that llm.c does not read. Raises InputError for tokens too large."""
     magic = LLAMA3_TOKENS if vocab_size > MOST_SHORT_TOKENS else GPT2_TOKENS
     version, dtype, _, name = TOKEN_FORMATS[magic]
     if len(tokens) and (tokens.min() < 0 or tokens.max() > np.iinfo(dtype).max):

@@ -385,8 +385,7 @@ def load(config: TransformerConfig, process_index: int = 0, process_count: int =
 
 
 def validation_rows(reading: Reading, config: TransformerConfig) -> np.ndarray:
-    """(eval_batches * global_batch_size at most, T + 1): validation_data from its beginning, else what is held out.
-    Raises InputError where there is no text."""
+    """(eval_batches * global_batch_size at most, T + 1) from the first document on. Raises InputError for no text."""
     T = config.shape.sequence_length
     found = []
     count = 0

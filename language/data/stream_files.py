@@ -280,8 +280,7 @@ def decompressed(opened: BinaryIO, kind: str) -> contextlib.AbstractContextManag
 
 
 def open_parquet(opened: BinaryIO, name: str, size: int, remedy: str):
-    """pyarrow's ParquetFile of a file of this size. Raises InputError where its description is not at its end, and what
-    pyarrow raises."""
+    """pyarrow's ParquetFile. Raises InputError where its description is not at its end, and what pyarrow raises."""
     import pyarrow.parquet  # only here
 
     opened.seek(max(0, size - 8))

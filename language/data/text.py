@@ -97,8 +97,7 @@ def check_line_ends(file: Path, content: bytes, separator: str) -> None:
 
 
 def split_documents(documents: list[bytes], validation_fraction: float = 0.1) -> tuple[list[bytes], list[bytes]]:
-    """The last part of the bytes is for validation, as in nanoGPT; one document may be split between the two, before a
-    character."""
+    """The last part of the bytes is for validation, as in nanoGPT; one document may be split, before a character."""
     total = sum(map(len, documents))
     num_training = total - int(total * validation_fraction)
     training = []

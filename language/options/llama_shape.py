@@ -95,8 +95,7 @@ class LlamaShape(ModelShape):
 
     @property
     def num_multiplied(self) -> int:
-        """Without a token embedding that is not tied to the head: it is looked up, not multiplied; and without the
-        experts that a token does not choose."""
+        """Without a token embedding of its own, which is looked up, and experts that a token does not choose."""
         idle = 3 * self.embedding_dim * self.mlp_dim * (self.num_experts - self.experts_per_token)
         looked_up = 0 if self.tied_head else self.padded_vocab_size * self.embedding_dim
         return self.num_parameters - looked_up - self.num_layers * idle

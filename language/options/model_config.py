@@ -33,10 +33,9 @@ def shape_in(model_config: str) -> ModelShape:
 
 
 def check_initial_weights(config) -> None:
-    """Raises InputError where the folder is of another model than model_config, or a new run finds no weights in it.
-    A run goes on without its folder."""
+    """Raises InputError for the folder of another model, and where a new run finds no weights in it."""
     path = Path(config.initial_weights, "config.json")
-    gone = not path.exists()
+    gone = not path.exists()  # a run goes on without its folder
     if not gone and read_model_config("initial_weights", path) != config.model_config:
         raise InputError(
             f"initial_weights is {config.initial_weights}; its config.json is not that of the run or of --model_config"

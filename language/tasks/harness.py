@@ -352,8 +352,7 @@ class Harness(LM):
 
     def results(self, found: np.ndarray, texts: Sequence[str] = (), with_samples: bool = False) -> dict[str, Any]:
         """What lm_eval's evaluate() gives, and fields_of() it. found: of each of rows the summed loss, the number of
-        targets, and how many of them were likeliest. texts: what follows each of prompts. with_samples: each answer,
-        and lm_eval's table."""
+        targets, and how many were likeliest. texts: behind prompts. with_samples: each answer, lm_eval's table."""
         self.found, self.texts = found, texts
         with naming("lm_eval"):
             said = evaluator.evaluate(self, self.tasks, self.limit, log_samples=with_samples)
@@ -371,8 +370,7 @@ def place_of(request: Instance) -> tuple:
 
 
 def fields_of(results: dict[str, Any]) -> dict[str, Any]:
-    """{TASK_METRIC: value} of each task and group that is no part of a group; core, the mean of core_centered, one
-    number for each of its tasks."""
+    """{TASK_METRIC: value} of each task and group outside of a group; core, the mean of core_centered of its tasks."""
     members = {name for some in results["group_subtasks"].values() for name in some}
     fields: dict[str, Any] = {}
     for name, result in results["results"].items():

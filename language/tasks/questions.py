@@ -54,8 +54,7 @@ def fit(tokens: Sequence[int], num_targets: int, longest: int, where: str) -> Ro
 
 
 def windows(tokens: Sequence[int], T: int) -> list[Row]:
-    """Rows in which each token but the first is a target once. A row has as many tokens before its first target as
-    fit."""
+    """Rows in which each token but the first is a target once, behind as many tokens as fit."""
     tokens = np.array(tokens, np.int32)
     ends = [*range(T + 1, len(tokens), T), len(tokens)]
     return [Row(tokens[max(0, end - T - 1) : end], end - start) for start, end in zip([1, *ends], ends, strict=False)]

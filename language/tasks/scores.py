@@ -25,8 +25,7 @@ CORE = "core"
 
 
 def parse_tasks(given: Sequence[str], folder: Path = Path()) -> dict[str, Path]:
-    """{name: path} of words NAME=PATH, both inside the folder where NAME is a YAML file. Raises InputError for a name
-    that is given twice, no path."""
+    """{name: path} of words NAME=PATH, in the folder, as a YAML file is. Raises InputError for a name twice."""
     found: dict[str, Path] = {}
     for word in given:
         name, _, path = word.partition("=")

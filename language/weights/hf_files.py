@@ -60,8 +60,7 @@ class HuggingFaceWeights:
         return self._sources[name].join(lambda hf_name: self.read_hf_tensor(hf_name)[:most], dtype)
 
     def read_hf_tensor(self, name: str) -> torch.Tensor:
-        """One of their tensors, of mapped memory. The file is opened for it alone, so memory does not add up. Raises
-        InputError for values that are no numbers."""
+        """One of their tensors; the file is opened for it alone: mapped memory does not add up. Raises InputError."""
         path, inside, _ = self._places[name]
         with safe_open(path, framework="pt") as file:
             return check_finite(file.get_tensor(inside), f"{path}: {name}")
@@ -74,8 +73,7 @@ def read_config(folder: Path) -> dict:
 
 def open_weights(folder: Path, shape: ModelShape | None = None) -> HuggingFaceWeights:
     """Check a folder: configuration, files, names, shapes and types, by their headers alone. shape: the model that the
-    weights have to fit, whose context may be shorter than theirs; None: that of config.json. Raises InputError: found,
-    expected, what to do."""
+    weights have to fit, whose context may be shorter than theirs; None: that of config.json. Raises InputError."""
     folder = Path(folder)
     own = shape_of(read_config(folder), str(folder / CONFIG))
     if shape is not None:

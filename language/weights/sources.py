@@ -44,8 +44,7 @@ def open_source(
     *, run_dir="", hf="", llmc="", checkpoint="newest", tokenizer="", precision="auto", chat_format="auto"
 ) -> Source:
     """Give one of run_dir (of transformer_tpu.py, with its checkpoint), hf (a folder of Hugging Face) and llmc (llm.c's
-    weights). tokenizer, precision, chat_format replace the source's own. Raises InputError for what is damaged or of
-    another kind; the weights are read later."""
+    weights). tokenizer, precision, chat_format replace its own. The weights are read later. Raises InputError."""
     of_run = "auto"
     trained_here = not hf
     longest = 0

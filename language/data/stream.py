@@ -28,6 +28,7 @@ import numpy as np
 from language.data.entries import allow_open_files
 from language.data.sequence_data import Host, SequenceData
 from language.data.stream_files import StreamFile, check_no_overlap, fingerprint_of, list_files, read_documents
+from language.data.text import EpochRows
 from language.data.tokenizer import Tokenizer, check_lost, check_texts, check_tokenizer, tokenizer_of
 from language.options.transformer_options import TransformerConfig
 from tpu_utils.base.errors import CheckpointError, InputError
@@ -279,19 +280,6 @@ class StreamRows:
 
 
 @dataclass(frozen=True)
-class FixedRows:
-    """Rows that are evaluated each time. (rows of all hosts, T + 1)"""
-
-    tokens: np.ndarray
-    rows: int
-    host: Host
-
-    def batch(self, step: int) -> np.ndarray:
-        found = self.tokens[step * self.host.count * self.rows :][self.host.part(self.rows)]
-        return np.pad(found, ((0, self.rows - len(found)), (0, 0)), constant_values=-1)
-
-
-@dataclass(frozen=True)
 class StreamData(SequenceData):
     """As SequenceData; checkpoints of its runs hold where the lanes stand."""
 
@@ -364,28 +352,28 @@ def load(config: TransformerConfig, process_index: int = 0, process_count: int =
     some = reading.files[:: -(-len(reading.files) // CHECKED_FILES)]
     texts = (text for file in some for chunk in first_chunks(file, reading, 1) for text in chunk)
     check_texts(reading.tokenizer, texts, "the documents to train on")
-    fixed = validation_rows(reading, config)
     workers = config.stream_workers or min(MOST_WORKERS, os.cpu_count() or 1)
     ahead = config.prefetch_batches + 4  # what is in the loader's queue, on its way there, and made
     host = Host(process_index, process_count)
     train = StreamRows(reading, T, rows, ahead, workers, host)
-    validation = FixedRows(fixed, rows, host)
+    validation = validation_rows(reading, config, rows, host)
+    evaluated = len(validation.starts)
     kinds = Counter(file.kind if file.kind == "parquet" else f"jsonl {file.kind}".strip() for file in reading.files)
     named = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     shared = f" that {process_count} hosts share" if reading.lanes % process_count else ""  # and each reads in full
     description = (
         f"stream of {named}, {sum(file.size for file in reading.files) / 1e6:,.1f} MB; {reading.lanes} "
         f"lane{'s' * (reading.lanes > 1)}{shared}; {workers} threads; "
-        f"{len(fixed):,} row{'s' * (len(fixed) > 1)} for validation"
+        f"{evaluated:,} row{'s' * (evaluated > 1)} for validation"
     )
     if process_index == 0:  # measured: in the description it would make two config.json of two equal runs
         print(f"stream     each thread {speed_of(reading):,.0f} tokens/s", flush=True)
     crc32 = reading.tokenizer.fingerprint ^ fingerprint_of(reading.files)
-    return StreamData(config, train, validation, -(-len(fixed) // config.global_batch_size), description, crc32)
+    return StreamData(config, train, validation, validation.batches_per_epoch, description, crc32)
 
 
-def validation_rows(reading: Reading, config: TransformerConfig) -> np.ndarray:
-    """(eval_batches * global_batch_size at most, T + 1) from the first document on. Raises InputError for no text."""
+def validation_rows(reading: Reading, config: TransformerConfig, rows: int, host: Host) -> EpochRows:
+    """At most eval_batches * global_batch_size of the first documents, each time. Raises InputError for no text."""
     T = config.shape.sequence_length
     found = []
     count = 0
@@ -407,8 +395,9 @@ def validation_rows(reading: Reading, config: TransformerConfig) -> np.ndarray:
             "held out; or name others with --validation_data"
         )
     tokens = np.concatenate(found)[:wanted]
-    padded = np.pad(tokens, (0, -(len(tokens) - 1) % T), constant_values=-1)
-    return padded[np.arange((len(padded) - 1) // T)[:, None] * T + np.arange(T + 1)]
+    starts = np.arange(0, len(tokens) - 1, T)
+    counts = np.minimum(T + 1, len(tokens) - starts)
+    return EpochRows(tokens, starts, counts, np.full_like(starts, T), rows, 0, False, host)
 
 
 def texts_for_validation(reading: Reading, config: TransformerConfig) -> Iterator[str]:

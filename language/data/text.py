@@ -3,6 +3,7 @@
 import codecs
 import functools
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -113,6 +114,7 @@ def split_documents(documents: list[bytes], validation_fraction: float = 0.1) ->
     return training, validation
 
 
+@dataclass(eq=False)
 class EpochRows:
     """Rows sliced from one array of tokens, each once an epoch, in an order of its own. A batch is of one length; the
     last one of each length is short, and filled up."""
@@ -125,7 +127,7 @@ class EpochRows:
     seed: int
     shuffle: bool
     host: Host
-    padding = -1
+    padding: int = -1
 
     @functools.cached_property
     def lengths(self) -> list[int]:

@@ -4,7 +4,6 @@ import numpy as np
 
 from language.data.sequence_data import ALONE, Host, SequenceData
 from language.options.transformer_options import TransformerConfig
-from tpu_utils.base.errors import InputError
 
 
 def check(config: TransformerConfig) -> None:
@@ -35,8 +34,6 @@ class MarkovChain:
     entropy = float(-(probabilities * np.log(probabilities)).sum())  # nats per token
 
     def __init__(self, vocab_size: int, T: int, rows: int, seed: int = 0, stream: int = 0, host: Host = ALONE):
-        if vocab_size < 4:
-            raise InputError(f"vocab_size {vocab_size}: the Markov chain needs at least 4 tokens")
         table = np.random.default_rng((seed, 1))
         successors = [table.choice(vocab_size, 4, replace=False) for _ in range(vocab_size)]
         self.successors = np.array(successors, np.int32)

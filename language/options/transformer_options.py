@@ -328,8 +328,8 @@ def check_run(config: TransformerConfig) -> list[str]:
     """What stands against the data source, the batch, the number of steps and the mesh."""
     problems = []
     smallest = SMALLEST_VOCAB_SIZE.get(config.dataset, 1)
-    if config.vocab_size and config.vocab_size < smallest:
-        problems.append(f"vocab_size is {config.vocab_size}; {config.dataset} needs {smallest} or more")
+    if (vocab_size := config.shape.vocab_size) < smallest:
+        problems.append(f"vocab_size is {vocab_size}; {config.dataset} needs {smallest} or more")
     if config.stream_lanes and config.global_batch_size % config.stream_lanes:
         problems.append(
             f"stream_lanes ({config.stream_lanes}) must divide global_batch_size ({config.global_batch_size}); try "

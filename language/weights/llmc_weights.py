@@ -41,8 +41,7 @@ def read_tensors(file, shape: ModelShape, dtype: torch.dtype) -> dict[str, torch
 
 def bytes_of(shape: ModelShape, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> Iterator[bytes]:
     for name, size in parameter_shapes(shape).items():
-        if tuple(tensors[name].shape) != size:
-            raise InputError(f"{name}: shape {tuple(tensors[name].shape)}; expected {size} for {shape}")
+        assert tensors[name].shape == size, name
         values = tensors[name].detach().cpu().to(dtype).contiguous()
         yield (values if dtype == torch.float32 else values.view(torch.int16)).numpy().tobytes()
 

@@ -135,8 +135,8 @@ class TransformerConfig(HostOptions, TrainConfig):
     scan_layers: Annotated[bool, FREE, Seldom("remat")] = False
     """Compile one layer and loop over it: smaller graph, slower step. With remat it is faster than without."""
     loss_parts: Annotated[int, FREE, Range("[1, 1024]"), Seldom("remat")] = 1
-    """Parts into which each sequence is divided for the loss: only one part has logits in memory. The backward pass
-    makes them again: less memory, one product of the head more. Divides sequence_length."""
+    """Parts into which the vocabulary is divided for the loss: only one part has logits in memory. The backward pass
+    makes them again: less memory, one product of the head more."""
     attention: Annotated[Literal["plain", "flash"], FREE] = "plain"
     """flash: Pallas kernels, which need a TPU, jax 0.7.1 and a sequence_length that is a multiple of 128."""
     context_attention: Annotated[Literal["auto", "gather", "ulysses"], FREE, Seldom("mesh")] = "auto"
@@ -296,7 +296,6 @@ def check_transformer(config: TransformerConfig) -> list[str]:
 def check_shape(config: TransformerConfig, shape: ModelShape) -> list[str]:
     """What layers of this shape cannot do."""
     problems = []
-    T = shape.sequence_length
     if shape.embedding_dim % shape.num_heads and not getattr(shape, "head_width", 0):
         divide = [heads for heads in range(1, 1025) if shape.embedding_dim % heads == 0]
         near = [n for n in divide if n < shape.num_heads][-1:] + [n for n in divide if n > shape.num_heads][:1]
@@ -306,12 +305,9 @@ def check_shape(config: TransformerConfig, shape: ModelShape) -> list[str]:
             f"embedding_dim ({shape.embedding_dim}) must be divisible by num_heads ({shape.num_heads}); "
             f"try --num_heads {' or '.join(map(str, near))}, or --embedding_dim {width}"
         )
+    T = shape.sequence_length
     if config.attention == "flash" and T % 128:
         problems.append(f"sequence_length is {T}; attention flash needs a multiple of 128, or choose plain")
-    if T % config.loss_parts:
-        problems.append(
-            f"loss_parts ({config.loss_parts}) must divide sequence_length ({T}); try {math.gcd(config.loss_parts, T)}"
-        )
     if config.remat_all_but >= shape.num_layers:
         problems.append(
             f"remat_all_but is {config.remat_all_but}, expected below {shape.num_layers}; all: remat_keep products"

@@ -168,7 +168,7 @@ def test_a_copy_is_two_files_and_two_folders(script):
     beside = {street_of(name) for name in found} - {script}
     data = "language" if script == "transformer_tpu" else "images"
     assert beside == {"tpu_utils", data, *(["config"] if data == "images" else [])}
-    limits = {"simple_mnist_tpu": (26, 4397), "transformer_tpu": (36, 5910), "resnet_cifar_tpu": (28, 4655)}
+    limits = {"simple_mnist_tpu": (26, 4397), "transformer_tpu": (36, 5906), "resnet_cifar_tpu": (28, 4655)}
     modules, lines = limits.get(script, (27, 4527))
     assert len(found) <= modules
     assert sum(len(OURS[name].read_text().splitlines()) for name in found) <= lines

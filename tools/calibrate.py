@@ -61,13 +61,13 @@ def measurements_named(only: Sequence[str]) -> list[tuple[str, Callable[[Bench],
     """(name, function) in the order they are made; without torch_xla others. only: patterns as of a shell."""
     if not has_xla():
         found = [(f"road {name}", measure) for name, measure in TORCH_COMPILE.items()]
-        return [(name, measure) for name, measure in found if any(fnmatchcase(name, pattern) for pattern in only)]
-    found = [("doctor", doctor)]
-    for step in STEPS:
-        found.append((f"estimate {step.name}", partial(estimate, step=step)))
-        found.append((f"step {step.name}", partial(run_step, step=step)))
-    found += [(f"peak {kind}", partial(peak, kind=kind)) for kind in PEAKS]
-    found += [(f"promise {name}", measure) for name, measure in PROMISES.items()]
+    else:
+        found = [("doctor", doctor)]
+        for step in STEPS:
+            found.append((f"estimate {step.name}", partial(estimate, step=step)))
+            found.append((f"step {step.name}", partial(run_step, step=step)))
+        found += [(f"peak {kind}", partial(peak, kind=kind)) for kind in PEAKS]
+        found += [(f"promise {name}", measure) for name, measure in PROMISES.items()]
     return [(name, measure) for name, measure in found if any(fnmatchcase(name, pattern) for pattern in only)]
 
 

@@ -227,3 +227,15 @@ def last_object(text: str) -> dict[str, Any]:
 def hold(kept: bool, sentence: str) -> None:
     if not kept:
         raise TrainingError(f"not kept: {sentence}")
+
+
+def losses_in(lines: list[dict]) -> list[float]:
+    """The training losses among the lines of metrics.jsonl."""
+    return [line["loss"] for line in lines if line["kind"] == "train"]
+
+
+def compare(one: list[float], other: list[float], allowed: float) -> dict[str, float]:
+    """Figures of two runs' losses. Raises TrainingError where two of a step differ by more than is allowed."""
+    difference = max(abs(a - b) for a, b in zip(one, other, strict=True))
+    hold(difference <= allowed, f"{len(one)} losses differ by up to {difference:.2g}, expected {allowed:g} at most")
+    return dict(largest_difference=difference, allowed=allowed)

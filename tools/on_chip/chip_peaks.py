@@ -4,19 +4,16 @@ memory, a collective between all devices?
 Run:     python -m tools.on_chip.chip_peaks product --sizes 1024,4096
          python -m tools.on_chip.chip_peaks copy --sizes 256              # MiB
          python -m tools.on_chip.chip_peaks all-reduce --sizes 1,64       # MiB
-         python -m tools.on_chip.chip_peaks product --sizes 4096 --compile_for v5litepod-1
 Prints:  one JSON object {size: figures}; milliseconds of one program are the
-         median of 5 rounds, with the lowest and the highest. --compile_for asks
-         the TPU compiler about the (one) program instead of running it.
+         median of 5 rounds, with the lowest and the highest.
 
 product: 8 to 64 bfloat16 products of n x n, one after the other, on one device;
-more of smaller ones, so that the host keeps up. copy:
-one is added to each of so many MiB of float32, on one device: each is read once
-and written once. Collectives: of so many MiB of float32, over all devices; what
-is gathered, reduced or exchanged is that large in all.
+more of smaller ones, so that the host keeps up. copy: one is added to each of
+so many MiB of float32, on one device: each is read once and written once.
+Collectives: of so many MiB of float32, over all devices; what is gathered,
+reduced or exchanged is that large in all.
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -26,6 +23,7 @@ import numpy as np
 
 from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.options.environment import choose_device
+from tpu_utils.options.tool_arguments import make_parser
 from tpu_utils.options.train_config import TrainConfig
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute")
@@ -105,27 +103,21 @@ def time_step(step, x) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("tools.on_chip.chip_peaks", __doc__)
     parser.add_argument("kind", choices=("product", "copy", *COLLECTIVES))
     parser.add_argument("--sizes", required=True, help="product: n of n x n; others: MiB; separated by commas")
     parser.add_argument("--device", choices=("auto", "tpu", "cpu"), default="auto")
-    parser.add_argument("--compile_for", default="", metavar="SLICE")
     options = parser.parse_args()
     if not all(size.isdecimal() and int(size) for size in options.sizes.split(",")):
         raise InputError(f"sizes is {options.sizes}; expected whole numbers above 0 such as 1024,4096")
     sizes = [int(size) for size in options.sizes.split(",")]
-    choose_device(TrainConfig(device=options.device, compile_for=options.compile_for))
+    choose_device(TrainConfig(device=options.device))
     import torch_xla.runtime as xr
 
     if options.kind in COLLECTIVES:
         if xr.global_runtime_device_count() == 1:
             raise InputError(f"{options.kind} needs several devices; found one")
         xr.use_spmd()
-    if options.compile_for:
-        from tpu_compiler.ask import compile_for
-
-        step, x, flops, _ = build(options.kind, sizes[0])
-        return compile_for(options.compile_for, step, x, examples=1, model_flops=flops)
     found = {}
     for size in sizes:
         step, x, flops, moved = build(options.kind, size)

@@ -36,6 +36,8 @@ from tpu_utils.base.writing import write_atomically
 from tpu_utils.options.tool_arguments import parse_options
 
 CHAT_BYTES = 400_000  # size of what tools.make_chats makes, at most
+BOUNDS = [("depth", 1, 64), ("most_steps", 0, 10**9), ("seed", 0, 2**32 - 1)]
+BOUNDS += [("price", 0, 10**6), ("search_minutes", 0, 10**6)]
 
 
 @dataclass(frozen=True)
@@ -74,14 +76,9 @@ class SpeedrunConfig:
 
 def check(config: SpeedrunConfig) -> None:
     """Raises InputError."""
-    if not 1 <= config.depth <= 64:
-        raise InputError(f"depth is {config.depth}; expected 1 to 64")
-    if config.most_steps < 0 or config.seed < 0:
-        raise InputError("found a number below 0; expected most_steps and seed of 0 or more")
-    if not 0 <= config.price < 1e6:
-        raise InputError(f"price is {config.price}; expected dollars, 0 or more")
-    if not 0 <= config.search_minutes < 1e6:
-        raise InputError(f"search_minutes is {config.search_minutes}; expected minutes, 0 or more")
+    for name, least, most in BOUNDS:
+        if not least <= (value := getattr(config, name)) <= most:
+            raise InputError(f"{name} is {value}; expected {least} to {most:,}")
     if config.vocab_size and not SMALLEST <= config.vocab_size <= LARGEST_VOCAB_SIZE:
         raise InputError(f"vocab_size is {config.vocab_size}; expected {SMALLEST} to {LARGEST_VOCAB_SIZE}, or 0")
     if (config.price or config.cost_only) and not config.slice:
@@ -89,7 +86,7 @@ def check(config: SpeedrunConfig) -> None:
     check_tasks(parse_tasks(config.tasks))
     if not os.path.lexists(config.text):
         raise InputError(f"text is {config.text}: no such file or folder")
-    if not bytes_of([config.text]):
+    if not bytes_of(config.text):
         raise InputError(f"text is {config.text}: found nothing in it; expected UTF-8 text")
     if config.run_dir.exists() and not config.run_dir.is_dir():
         raise InputError(f"run_dir is {config.run_dir}, a file; expected a folder, or a new name")
@@ -98,7 +95,7 @@ def check(config: SpeedrunConfig) -> None:
 def check_text(text: Path, plan: Plan, chats: Path | None) -> None:
     """Raises InputError for a text that a stage would refuse as too short. Only where that may be it is tokenized."""
     needed = plan.rows * plan.sequence_length + 1
-    if bytes_of([text]) > 100 * needed:  # a tenth is held out; no tokenizer has ten bytes in a token
+    if bytes_of(text) > 100 * needed:  # a tenth is held out; no tokenizer has ten bytes in a token
         return
     documents = read_documents(text)
     training, held_out = split_documents(documents)
@@ -154,7 +151,7 @@ def main() -> int:
     chats = config.chats and config.chats.resolve()
     if chats:
         read_chats(chats)  # a wrong line is named now, not after hours
-    size = bytes_of([text])
+    size = bytes_of(text)
     chat_bytes = chats.stat().st_size if chats else min(size // 4, CHAT_BYTES)
     plan = make_plan(config.depth, size, chat_bytes, config.most_steps, config.vocab_size)
     of_slice = options_of_slice(plan, config.slice)

@@ -116,6 +116,6 @@ def files_of(path: Path) -> list[Path]:
     return sorted(f for f in path.rglob("*") if f.is_file() and not is_hidden(str(f.relative_to(path))))
 
 
-def bytes_of(paths: list[Path]) -> int:
+def bytes_of(path: Path) -> int:
     """Total size of the files of a text."""
-    return sum(file.stat().st_size for path in paths for file in files_of(path))
+    return sum(file.stat().st_size for file in files_of(path))

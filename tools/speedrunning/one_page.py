@@ -28,10 +28,6 @@ def tokens_per_byte(folder: Path, text: Path, plan: Plan) -> float:
     return sum(len(open_token_shard(path, plan.vocab_size)) for path in shards) / sum(map(len, held_out))
 
 
-def bits_per_byte(nats_per_token: float, tokens_in_a_byte: float) -> float:
-    return nats_per_token * tokens_in_a_byte / math.log(2)
-
-
 def block(title: str, text: str) -> list[str]:
     return [title, "```", text.rstrip(), "```", ""]
 
@@ -44,7 +40,7 @@ def write_report(
     runs = {name: [record for _, _, record in records if record] for name, records in logs.items()}
     losses = {name: curve(records, "eval", "validation_loss") for name, records in runs.items()}
     share = tokens_per_byte(folder, text, plan)
-    bits = bits_per_byte(losses["pretrained"][1][-1], share)
+    bits = losses["pretrained"][1][-1] * share / math.log(2)
     scored = [name for name in stages if name.startswith("evaluate_")]
     answers = stages["chat"]["printed"].split("\n---\n", len(questions) - 1)  # as tools.generate divides them
     samples = [one for one in runs["pretrained"] if one["kind"] == "sample"]

@@ -29,7 +29,7 @@ from tools.speedrunning.dial import Plan, bytes_of, make_plan
 from tools.speedrunning.one_page import write_report
 from tools.speedrunning.price import TRAININGS, ask_compiler, lines_of_price, options_of_slice, with_changes
 from tools.speedrunning.stages import questions_of, results_of, run_stages, stages_of
-from tools.tokenizer_training import SMALLEST, train_tokenizer
+from tools.train_tokenizer import SMALLEST, train_tokenizer
 from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.base.files import read_json
 from tpu_utils.base.writing import write_atomically

@@ -37,6 +37,7 @@ from tpu_utils.base.errors import InputError, NonFiniteError, run_script
 from tpu_utils.base.files import open_regular, read_regular
 from tpu_utils.base.writing import write_atomically
 from tpu_utils.options.environment import choose_device, command_line
+from tpu_utils.options.fields import Range
 from tpu_utils.options.tool_arguments import parse_options
 from tpu_utils.options.train_config import TrainConfig
 
@@ -56,12 +57,12 @@ class EvaluateConfig:
     tasks: tuple[str, ...] = ()
     """NAME=PATH. NAME: a task or group of lm_eval, its YAML file, or core, nanochat's bundle. PATH: its questions as
     JSON lines or .parquet, or a folder with test.jsonl, validation.jsonl, train.jsonl, as the task names its splits."""
-    num_fewshot: int | None = None
+    num_fewshot: Annotated[int | None, Range("[0, inf)")] = None
     """Answered examples before each question. None: as many as the task says. core has its own numbers."""
     chat: bool = False
     """Ask as conversations, each example a question and an answer, in the format of the run's chats, or else the one
     whose special tokens the tokenizer has."""
-    limit: int = 0
+    limit: Annotated[int, Range("[0, inf)")] = 0
     """Score only the first N questions of each task, and of each task of a group; 0 scores all."""
     text: str = ""
     """A UTF-8 text file: bits per byte of it."""
@@ -69,10 +70,10 @@ class EvaluateConfig:
     """Write results, and what was said of each question, to this file too."""
     tokenizer: str = ""
     """bytes, gpt2, a tokenizer.json or its folder. Empty: that of the run or folder."""
-    sequence_length: int = 0
+    sequence_length: Annotated[int, Range("[0, inf)")] = 0
     """Tokens that the model reads at once; longer questions lose their beginning. 0: those of its config.json, or of
     its run."""
-    tokens_per_step: int = 16384
+    tokens_per_step: Annotated[int, Range("[1, inf)")] = 16384
     """Tokens that are scored at a time."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type of weights and computation. auto: that of the run, or of the files."""
@@ -97,9 +98,6 @@ class EvaluateConfig:
             raise InputError(
                 "found --chat without a task of lm_eval, or with core, whose questions are no conversations"
             )
-        for name, least in (("num_fewshot", 0), ("limit", 0), ("sequence_length", 0), ("tokens_per_step", 1)):
-            if (getattr(self, name) or 0) < least:
-                raise InputError(f"{name} is {getattr(self, name)}; expected {least} or more")
 
 
 def check_files(config: EvaluateConfig) -> None:

@@ -38,6 +38,7 @@ from language.data.tokenizer import Tokenizer, check_lost, check_texts, load_tok
 from language.data.tokenizer_files import keep_with_shards
 from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.base.files import lines_of, open_regular, parse_json
+from tpu_utils.options.fields import Range
 from tpu_utils.options.tool_arguments import parse_options
 
 LONGEST_LINE = 1 << 20  # bytes of a HellaSwag question; they have about a thousand
@@ -57,9 +58,9 @@ class PrepareConfig:
     which name its end token. They are copied to OUTPUT_tokenizer; the shards record the vocabulary."""
     document_separator: str = ""
     """What divides documents inside a file. Empty: a file is one document."""
-    validation_fraction: float = 0.1
+    validation_fraction: Annotated[float, Range("[0, 1)")] = 0.1
     """Share of the bytes that is for validation."""
-    shard_tokens: int = 100_000_000
+    shard_tokens: Annotated[int, Range("[2, 2147483647]")] = 100_000_000
     """Most tokens in a shard. The last two of several share what is left, so that none is much shorter."""
     hellaswag: bool = False
     """Write OUTPUT/hellaswag_val.bin for transformer_tpu.py --tasks hellaswag=hellaswag_val.bin."""
@@ -158,8 +159,6 @@ def write_preparation(config: PrepareConfig, documents: list[bytes], tokenizer: 
 
 def main() -> int:
     config = parse_options(PrepareConfig, __doc__)
-    if not 0 <= config.validation_fraction < 1 or not 2 <= config.shard_tokens < 2**31:
-        raise InputError("expected 0 <= validation_fraction < 1, and a shard of at least 2, at most 2147483647 tokens")
     tokenizer = load_tokenizer(config.tokenizer)
     if config.hellaswag:
         if tokenizer.vocab_size > MOST_SHORT_TOKENS:

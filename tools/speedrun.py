@@ -18,7 +18,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from language.data.chat import read_chats
 from language.data.text import read_documents, split_documents
@@ -33,18 +33,17 @@ from tools.train_tokenizer import SMALLEST, train_tokenizer
 from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.base.files import read_json
 from tpu_utils.base.writing import write_atomically
+from tpu_utils.options.fields import Range
 from tpu_utils.options.tool_arguments import parse_options
 
 CHAT_BYTES = 400_000  # size of what tools.make_chats makes, at most
-BOUNDS = [("depth", 1, 64), ("most_steps", 0, 10**9), ("seed", 0, 2**32 - 1)]
-BOUNDS += [("price", 0, 10**6), ("search_minutes", 0, 10**6)]
 
 
 @dataclass(frozen=True)
 class SpeedrunConfig:
     """What to train, and on what."""
 
-    depth: int
+    depth: Annotated[int, Range("[1, 64]")]
     """Layers. Width, heads, context, tokens, batch and learning rates follow from it."""
     text: Path
     """A UTF-8 text file, or a folder of them. Its last tenth is held out."""
@@ -56,17 +55,17 @@ class SpeedrunConfig:
     """NAME=PATH of tools.evaluate, such as core=eval_bundle/: both trained models are scored on them."""
     optimizer: Literal["muon", "adamw"] = "muon"
     """Optimizer of both trainings."""
-    seed: int = 0
+    seed: Annotated[int, Range("[0, 4294967295]")] = 0
     """Seed of both trainings."""
     vocab_size: int = 0
     """Tokens of the tokenizer. 0: as many as the text's size asks for."""
-    most_steps: int = 0
+    most_steps: Annotated[int, Range("[0, inf)")] = 0
     """Most steps of each training, for a rehearsal. 0: as many as follow from the depth."""
     slice: str = ""
     """A TPU slice such as v6e-8: its compiler is asked for hours and dollars before anything runs."""
-    price: float = 0.0
+    price: Annotated[float, Range("[0, inf)")] = 0.0
     """Price of the slice in dollars per chip and hour."""
-    search_minutes: float = 30.0
+    search_minutes: Annotated[float, Range("[0, inf)")] = 30.0
     """Minutes to search once for mesh and micro-batches on the slice. 0: take the first mesh that fits, one compile."""
     cost_only: bool = False
     """Ask the compiler of the slice, and end there."""
@@ -76,9 +75,6 @@ class SpeedrunConfig:
 
 def check(config: SpeedrunConfig) -> None:
     """Raises InputError."""
-    for name, least, most in BOUNDS:
-        if not least <= (value := getattr(config, name)) <= most:
-            raise InputError(f"{name} is {value}; expected {least} to {most:,}")
     if config.vocab_size and not SMALLEST <= config.vocab_size <= LARGEST_VOCAB_SIZE:
         raise InputError(f"vocab_size is {config.vocab_size}; expected {SMALLEST} to {LARGEST_VOCAB_SIZE}, or 0")
     if (config.price or config.cost_only) and not config.slice:

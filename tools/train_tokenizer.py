@@ -30,6 +30,7 @@ from language.data.tokenizer import LARGEST_VOCAB_SIZE, load_tokenizer
 from language.data.tokenizer_files import END, TOKENIZER_CONFIG, TOKENIZER_JSON
 from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.base.new_folder import write_together
+from tpu_utils.options.fields import Range
 from tpu_utils.options.tool_arguments import parse_options
 
 SPECIAL = (END, *FORMATS["chatml"])
@@ -51,11 +52,11 @@ class TokenizerConfig:
     """UTF-8 text files, or folders of them."""
     output: Path
     """A folder: tokenizer.json and tokenizer_config.json are written there, in place of earlier ones."""
-    vocab_size: int = 4096
+    vocab_size: Annotated[int, Range(f"[{SMALLEST}, {LARGEST_VOCAB_SIZE}]")] = 4096
     """Tokens, with the end of a document and those of ChatML."""
     document_separator: str = ""
     """What divides documents inside a file. Empty: a file is one document."""
-    validation_fraction: float = 0.1
+    validation_fraction: Annotated[float, Range("[0, 1)")] = 0.1
     """Share of the bytes that is not trained on, as of tools.prepare_data."""
     debug: bool = False
     """Show the traceback of an error instead of its message alone."""
@@ -96,10 +97,6 @@ def write_tokenizer(tokenizer: tokenizers.Tokenizer, folder: Path) -> None:
 
 def main() -> int:
     config = parse_options(TokenizerConfig, __doc__)
-    if not SMALLEST <= config.vocab_size <= LARGEST_VOCAB_SIZE:
-        raise InputError(f"vocab_size is {config.vocab_size}; expected {SMALLEST} to {LARGEST_VOCAB_SIZE}")
-    if not 0 <= config.validation_fraction < 1:
-        raise InputError(f"validation_fraction is {config.validation_fraction}; expected 0 or more, below 1")
     if not config.text:
         raise InputError("found no text; expected files or folders of UTF-8 text")
     if config.output.exists() and not config.output.is_dir():

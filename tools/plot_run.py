@@ -231,7 +231,6 @@ def save(figure: Figure, path: Path) -> None:
     content = io.BytesIO()
     figure.savefig(content, format=path.suffix[1:], dpi=110)
     write_atomically(path, content.getvalue())
-    print(path)
 
 
 def main() -> int:
@@ -250,10 +249,13 @@ def main() -> int:
     if not any(run.curves for run in runs):
         raise InputError(f"there is nothing to draw in {', '.join(map(str, folders))}; wait for a first log line")
     save(plot(runs), output)
+    print(output)
     if config.script:
         from images.misread import draw_misread  # only here: it imports torch
 
-        save(draw_misread(config.script, folders[0]), output.with_name(f"{output.stem}_misread.png"))
+        misread = output.with_name(f"{output.stem}_misread.png")
+        save(draw_misread(config.script, folders[0]), misread)
+        print(misread)
     return 0
 
 

@@ -130,13 +130,11 @@ def keep_settings(config: SpeedrunConfig, folder: Path, plan: Plan) -> None:
 
 
 def print_plan(plan: Plan) -> None:
-    model = plan.model
-    print(
-        f"depth      {plan.depth}: width {model['hidden_size']}, {model['num_attention_heads']} heads of 128, ", end=""
-    )
-    print(f"context {plan.sequence_length}, vocabulary {plan.vocab_size:,}, {plan.parameters:,} parameters")
-    print(f"pretrain   {plan.tokens:,} tokens: {plan.steps} steps of {plan.rows} x {plan.sequence_length}, ", end="")
-    print(f"learning rate {plan.learning_rate:.3g}")
+    width, heads = plan.model["hidden_size"], plan.model["num_attention_heads"]
+    print(f"depth      {plan.depth}: width {width}, {heads} heads of 128, context {plan.sequence_length}, ", end="")
+    print(f"vocabulary {plan.vocab_size:,}, {plan.parameters:,} parameters")
+    steps = f"{plan.steps} steps of {plan.rows} x {plan.sequence_length}"
+    print(f"pretrain   {plan.tokens:,} tokens: {steps}, learning rate {plan.learning_rate:.3g}")
     print(f"finetune   {plan.chat_steps} steps, learning rate {plan.chat_learning_rate:.3g}", flush=True)
 
 

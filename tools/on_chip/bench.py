@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -152,13 +153,9 @@ class Bench:
         """Measured over predicted milliseconds of each step that has both; none on a CPU, whose time is no TPU's, and
         none of a step that waits for its host or its data: that says nothing of the prediction."""
         found = {}
-        for name in self.measurements if self.machine.device == "tpu" else ():
-            step = name.removeprefix("step ")
-            measured, asked = self.figures(name), self.figures(f"estimate {step}")
-            if name == step or not measured or not asked or (asked["predicted_ms"] or 0) < SHORTEST_MS:
-                continue
-            if not is_held_up(measured):
-                found[step] = measured["ms"] / asked["predicted_ms"]
+        for name, asked, measured in steps_in(self.measurements) if self.machine.device == "tpu" else ():
+            if measured and (asked.get("predicted_ms") or 0) >= SHORTEST_MS and not is_held_up(measured):
+                found[name] = measured["ms"] / asked["predicted_ms"]
         return found
 
     def figures(self, name: str) -> dict[str, Any] | None:
@@ -209,6 +206,15 @@ class Bench:
         run_dir = self.run_dir(name)
         self.child(name, self.training(script, options, run_dir, device))
         return results_in(run_dir)
+
+
+def steps_in(measurements: dict[str, Any]) -> Iterator[tuple[str, dict, dict]]:
+    """(name, figures of the estimate, figures measured) of each step that has one of them; {} for what is missing."""
+    for name in measurements:
+        if name.startswith("step "):
+            both = [measurements.get(f"{kind} {name[5:]}", {}).get("figures") or {} for kind in ("estimate", "step")]
+            if any(both):
+                yield name[5:], *both
 
 
 def results_in(run_dir: Path) -> tuple[dict, list[dict]]:

@@ -1,6 +1,5 @@
 """report.md and report.png of a speedrun, from what its stages left on disk."""
 
-import io
 import math
 from pathlib import Path
 
@@ -9,6 +8,7 @@ from matplotlib.figure import Figure
 from language.data.entries import matching
 from language.data.llmc_files import open_token_shard
 from language.data.text import read_documents, split_documents
+from tools.plot_run import save
 from tools.speedrunning.dial import Plan
 from tools.speedrunning.price import Price, lines_of_price
 from tpu_utils.base.writing import write_atomically
@@ -103,9 +103,7 @@ def draw(folder: Path, runs: dict, losses: dict, share: float, seconds: dict[str
             title = "where the money went"
         title += f"\n{price.chips} chips of {price.topology}, ${price.dollars:g} an hour each"
         draw_bars(axes[3], dollars, "${:.2f}", title, "dollars")
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=110)
-    write_atomically(folder / "report.png", picture.getvalue())
+    save(figure, folder / "report.png")
 
 
 def draw_bars(axes, values: dict[str, float], label: str, title: str, unit: str) -> None:

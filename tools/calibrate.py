@@ -30,8 +30,8 @@ from textwrap import shorten
 from typing import Any
 
 from tools.on_chip.bench import MISSING, Bench, Cannot, find_machine, hold, last_object, version_of
+from tools.on_chip.chip_peaks import PEAKS, peak
 from tools.on_chip.findings import report_text, save_picture
-from tools.on_chip.peaks import PEAKS, peak
 from tools.on_chip.promises import PROMISES
 from tools.on_chip.steps import STEPS, estimate, run_step, write_mnist
 from tools.on_chip.torch_compile_backend import TORCH_COMPILE

@@ -109,7 +109,11 @@ def read_questions(path: Path, tokenizer: Tokenizer) -> list[MultipleChoice]:
         for line in lines_of(file, LONGEST_LINE):
             try:
                 label, asked = texts_of(line)
-                questions.append(question_of(asked, label, len(questions), tokenizer))
+                parts = [tokenizer.encode_document(text.encode()) for text in asked]
+                num_bytes = 2 * (5 + sum(1 + len(part) for part in parts))
+                if num_bytes > MOST_QUESTION_BYTES:
+                    raise ValueError(f"it takes {num_bytes} bytes as tokens, expected at most {MOST_QUESTION_BYTES}")
+                questions.append(MultipleChoice(len(questions), label, parts[0], parts[1:]))
                 texts += asked
             except ValueError as error:
                 raise InputError(f"{path}, line {len(questions) + 1}: not a HellaSwag question: {error}") from error
@@ -131,15 +135,6 @@ def texts_of(line: bytes) -> tuple[int, list[str]]:
     if not isinstance(context, str) or not context or str(label) not in ("0", "1", "2", "3"):
         raise ValueError("expected ctx, a text, and label, 0 to 3")
     return int(label), [context, *(" " + ending for ending in endings)]
-
-
-def question_of(texts: list[str], label: int, index: int, tokenizer: Tokenizer) -> MultipleChoice:
-    """Raises ValueError for one that is too long."""
-    parts = [tokenizer.encode_document(text.encode()) for text in texts]
-    num_bytes = 2 * (5 + sum(1 + len(part) for part in parts))
-    if num_bytes > MOST_QUESTION_BYTES:
-        raise ValueError(f"it takes {num_bytes} bytes as tokens, expected at most {MOST_QUESTION_BYTES}")
-    return MultipleChoice(index, label, parts[0], parts[1:])
 
 
 def write_preparation(config: PrepareConfig, documents: list[bytes], tokenizer: Tokenizer, facts: dict) -> None:

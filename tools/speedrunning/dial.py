@@ -53,7 +53,7 @@ class Plan:
 
 def power_of_two(value: float, least: int, most: int) -> int:
     """The largest that is not above value, between two powers of two."""
-    return min(most, max(least, 1 << max(0, int(math.log2(max(1.0, value))))))
+    return min(most, max(least, 1 << int(math.log2(max(1.0, value)))))
 
 
 def model_of(depth: int, vocab_size: int) -> dict[str, Any]:

@@ -17,7 +17,6 @@ Expect:  the answers of lm_eval (pip install -r requirements-evaluate.txt) and
          nanochat, and a graph for each length of a row: docs/evaluation.md
 """
 
-import codecs
 import json
 import math
 import sys
@@ -29,12 +28,12 @@ import numpy as np
 import tyro
 
 from language.data.llmc_files import other_vocabulary
-from language.data.text import TEXT
+from language.data.text import TEXT, read_documents
 from language.data.tokenizer import check_lost
 from language.tasks.questions import Row, batched, windows
 from language.tasks.scores import check_tasks, parse_tasks, read_tasks
 from tpu_utils.base.errors import InputError, NonFiniteError, run_script
-from tpu_utils.base.files import open_regular, read_regular
+from tpu_utils.base.files import open_regular
 from tpu_utils.base.writing import write_atomically
 from tpu_utils.options.environment import choose_device, command_line
 from tpu_utils.options.fields import Range
@@ -119,19 +118,9 @@ from tqdm import tqdm
 from language.models.operations import is_likeliest, losses
 from language.tasks.texts import write_texts
 from language.weights.sources import Source, load, open_source, sampling_mesh
-from language.xla.loops import AXES, BATCH
+from language.xla.loops import BATCH
 from language.xla.shards import inputs_and_targets
-from tpu_utils.device import (
-    BatchSharding,
-    Mesh,
-    device_count,
-    graphs_compiled,
-    mark_sharding,
-    send,
-    set_global_mesh,
-    start_device,
-    use_spmd,
-)
+from tpu_utils.device import BatchSharding, Mesh, graphs_compiled, mark_sharding, send, start_device
 from tpu_utils.step.graphs import one_graph
 
 
@@ -172,28 +161,17 @@ def score(model, rows: list[Row], T: int, tokens: int, device, name: str = "") -
 
 def start_mesh(devices: str, source: Source) -> Mesh | None:
     """None for one device. Call it before the first tensor."""
-    count = device_count()
-    if devices == "weights":
-        return sampling_mesh(source.shape)
-    if devices == "one" or count == 1:
+    if devices == "one":
         return None
-    use_spmd()
-    mesh = Mesh(np.arange(count), (count, 1, 1, 1, 1), AXES)
-    set_global_mesh(mesh)
-    return mesh
+    return sampling_mesh(source.shape, "tensor" if devices == "weights" else "data")
 
 
 def rows_of_text(path: Path, source: Source, T: int) -> tuple[list[Row], int]:
     """(rows in which each token of the text is a target once, the bytes of the text). A row has as many tokens before
     its first target as fit; before the first stands what stands before a document."""
-    content = read_regular(path, TEXT, 1 << 30).removeprefix(codecs.BOM_UTF8)
-    try:
-        text = content.decode()
-        tokens = source.tokenizer.encode(text)
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: {error}; expected {TEXT}") from error
-    if not tokens:
-        raise InputError(f"{path}: empty; expected {TEXT}")
+    (content,) = read_documents(path)
+    text = content.decode()
+    tokens = source.tokenizer.encode(text)
     check_lost(source.tokenizer.lost(text, tokens), len(text), str(path))
     return windows([source.tokenizer.prefix if source.start is None else source.start, *tokens], T), len(content)
 

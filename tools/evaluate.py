@@ -83,8 +83,6 @@ class EvaluateConfig:
     devices: Literal["one", "rows", "weights"] = "one"
     """rows: each device of this host has all weights, and scores some rows. weights: all share heads, MLP and
     vocabulary, and score the same rows. On the CPU CPU_NUM_DEVICES says how many there are."""
-    debug: bool = False
-    """Show the traceback of an error instead of its message alone."""
 
     def __post_init__(self):
         if bool(self.run_dir) + bool(self.llmc) + bool(self.hf) != 1:

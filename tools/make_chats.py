@@ -39,8 +39,6 @@ class ChatsConfig:
     """Conversations to train on, at most."""
     seed: int = 0
     """Seed of the choice of lines."""
-    debug: bool = False
-    """Show the traceback of an error instead of its message alone."""
 
 
 def chats_of(documents: list[bytes], most: int, seed: int) -> list[dict]:

@@ -64,8 +64,6 @@ class PrepareConfig:
     """Most tokens in a shard. The last two of several share what is left, so that none is much shorter."""
     hellaswag: bool = False
     """Write OUTPUT/hellaswag_val.bin for transformer_tpu.py --tasks hellaswag=hellaswag_val.bin."""
-    debug: bool = False
-    """Show the traceback of an error instead of its message alone."""
 
 
 def write_shards(prefix: str, documents: list[bytes], tokenizer: Tokenizer, shard_tokens: int) -> list[Path]:

@@ -69,8 +69,6 @@ class SpeedrunConfig:
     """Minutes to search once for mesh and micro-batches on the slice. 0: take the first mesh that fits, one compile."""
     cost_only: bool = False
     """Ask the compiler of the slice, and end there."""
-    debug: bool = False
-    """Show the traceback of an error instead of its message alone."""
 
 
 def check(config: SpeedrunConfig) -> None:

@@ -58,8 +58,6 @@ class TokenizerConfig:
     """What divides documents inside a file. Empty: a file is one document."""
     validation_fraction: Annotated[float, Range("[0, 1)")] = 0.1
     """Share of the bytes that is not trained on, as of tools.prepare_data."""
-    debug: bool = False
-    """Show the traceback of an error instead of its message alone."""
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:

@@ -34,8 +34,6 @@ class SamplingOptions:
     """Texts that end a continuation, beside the end tokens of the tokenizer or of the chat format."""
     seed: int = 0
     """Seeds the sampling, of each prompt by itself."""
-    debug: bool = False
-    """Show the traceback of an error instead of its message alone."""
 
     def __post_init__(self):
         check_bounds(self)

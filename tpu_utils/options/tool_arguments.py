@@ -13,12 +13,17 @@ Config = TypeVar("Config")
 
 
 def parse_options(kind: type[Config], description: str) -> Config:
-    """A dataclass of options that is no subclass of Options, for command_line(). Raises InputError as check_bounds."""
+    """A dataclass of options that is no subclass of Options, for command_line(). run_script() reads --debug itself.
+
+    Raises InputError as check_bounds.
+    """
     import tyro  # only here, as in parsing.py
 
     spec = sys.modules["__main__"].__spec__
     name = f"python -m {spec.name}" if spec else None  # None: called by its file
-    found = tyro.cli(kind, prog=name, description=description, use_underscores=True)
+    description = f"{description.rstrip()}\n\n--debug shows the traceback of an error instead of its message alone."
+    given = [word for word in sys.argv[1:] if word != "--debug"]
+    found = tyro.cli(kind, prog=name, description=description, args=given, use_underscores=True)
     check_bounds(found)
     return found
 

@@ -126,9 +126,9 @@ def sampling_spec(name: str, parameter: torch.Tensor) -> tuple[str | None, ...]:
     return tuple("tensor" if axis == shared else None for axis in range(parameter.dim()))
 
 
-def sampling_mesh(shape: ModelShape) -> Mesh | None:
-    """All devices of this host along the axis "tensor"; None for one device. Call it before the first tensor. Raises
-    InputError where heads, MLP or vocabulary cannot be divided by them."""
+def sampling_mesh(shape: ModelShape, axis: str = "tensor") -> Mesh | None:
+    """All devices of this host along an axis; None for one device. Call it before the first tensor. Raises InputError
+    where "tensor" cannot divide heads, MLP or vocabulary."""
     devices = device_count()
     if devices == 1:
         return None
@@ -137,9 +137,9 @@ def sampling_mesh(shape: ModelShape) -> Mesh | None:
         ("columns of the MLP", getattr(shape, "mlp_dim", 4 * shape.embedding_dim)),
         ("tokens of the padded vocabulary", shape.padded_vocab_size),
     ):
-        if count % devices:
+        if axis == "tensor" and count % devices:
             raise InputError(f"the model has {count} {name}, which {devices} devices cannot share; use --devices one")
     use_spmd()
-    mesh = Mesh(np.arange(devices), (1, 1, devices, 1, 1), AXES)
+    mesh = Mesh(np.arange(devices), tuple(devices if one == axis else 1 for one in AXES), AXES)
     set_global_mesh(mesh)
     return mesh

@@ -67,12 +67,11 @@ class Turns:
         self.entries: dict[str, Entry] = {}
         self.events: list[dict] = []
         self.quota: dict[str, int] = {}
-        self.quota_state: tuple = ()
         self.quota_problem = ""
         self.hosts: list[Host] = []
         self.hosts_read = self.written = -1e9
         self.settled = clock() + (SETTLE_SECONDS if restarted else 0.0)
-        self.begun = self.counted = clock()
+        self.counted = clock()
         self.busy_seconds = self.chip_seconds = 0.0
 
     def ask(self, protocol: int, wanted: dict, places: list | None = None) -> dict:
@@ -85,7 +84,7 @@ class Turns:
                 "refused": f"the cluster's queue speaks version {PROTOCOL}, this command {protocol}; use the same "
                 "commit of this project as the others, or end all runs and stop the queue (cluster/README.md)"
             }
-        now, request = self.clock(), Request(**wanted | {"avoid": tuple(wanted.get("avoid", ()))})
+        now, request = self.clock(), Request(**wanted)
         entry = self.entries.get(request.name)
         if entry is None:
             entry = self.entries[request.name] = Entry(request, now)
@@ -157,19 +156,13 @@ class Turns:
         self.events = [*self.events[1 - MOST_EVENTS :], event]
 
     def read_quota(self) -> dict[str, int]:
-        """The quotas, read again when the file has changed. A damaged file leaves those that were; top says so."""
+        """The quotas as the file has them now. A damaged file leaves those that were; top says so."""
         if self.quota_file:
             try:
-                status = Path(self.quota_file).stat()
-                state = (status.st_mtime_ns, status.st_size, status.st_ino)
-            except OSError:
-                state = ("missing",)
-            if state != self.quota_state:
-                self.quota_state, self.quota_problem = state, ""
-                try:
-                    self.quota = read_quota(self.quota_file)
-                except ValueError as error:
-                    self.quota_problem = str(error)
+                self.quota = read_quota(self.quota_file)
+                self.quota_problem = ""
+            except ValueError as error:
+                self.quota_problem = str(error)
         return self.quota
 
     def state(self) -> dict:
@@ -180,9 +173,7 @@ class Turns:
 
         entries = sorted(self.entries.values(), key=lambda entry: entry.request.order)
         return {
-            "protocol": PROTOCOL,
             "time": self.clock(),
-            "since": self.begun,
             "hosts": [dataclasses.asdict(host) for host in self.hosts],
             "running": [shown(entry) for entry in entries if entry.places],
             "waiting": [shown(entry) for entry in entries if not entry.places],

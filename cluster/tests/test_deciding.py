@@ -238,6 +238,9 @@ def test_a_long_log_is_followed_once_from_end_to_end(monkeypatch):
     assert connected(jobs).follow("k", said.append) == 7
     assert "".join(said) == "".join(lines[2:])
     assert sum(read) < 2 * sum(map(len, lines))
+    jobs.get_job_info = Mock(side_effect=ConnectionError("refused"))
+    with pytest.raises(PassingError, match="the cluster's head is gone: refused; the run is lost with it"):
+        connected(jobs).follow("k", said.append)
 
 
 def write(folder: Path, *names: str) -> Path:

@@ -161,8 +161,7 @@ function messagesRead() {
 export class Classifier {
   constructor(model) {
     this.model = model;
-    const [height, width] = model.image_size, channels = model.channels;
-    this.shape = model.layout === "NCHW" ? [1, channels, height, width] : [1, height, width, channels];
+    this.shape = [1, 1, ...model.image_size];
   }
 
   async load(ort, files) {
@@ -174,7 +173,7 @@ export class Classifier {
     await this.classify(new Float32Array(this.shape.reduce((product, length) => product * length, 1)));
   }
 
-  /** The probability of each class for a normalised image. */
+  /** The probability of each class for an image of values from 0 to 1. */
   async classify(image) {
     const { logits } = await this.session.run({ image: new this.ort.Tensor("float32", image, this.shape) });
     checkFinite(logits.data, "the logits of the image");

@@ -177,13 +177,7 @@ def export_language_model(given: argparse.Namespace, folder: Path) -> dict:
         if given.weights == "float16":
             store_half(folder / f"{name}.onnx")
     share_weights([folder / "prefill.onnx", folder / "decode.onnx"], folder / "weights.bin")
-    error = check_language_model(model, folder, context, chunk)
-    print(f"checked    logits of prefill and decode within {error:.1e} of PyTorch's in float32, of the largest")
-    if not error <= LARGEST_ERROR[given.weights]:
-        raise TrainingError(
-            f"onnxruntime's logits are {error:.1e} of the largest away from PyTorch's; expected "
-            f"{LARGEST_ERROR[given.weights]} at most with {given.weights}; nothing was written"
-        )
+    check_error(largest_difference(model, folder, context, chunk), given.weights)
     return dict(
         kind="language_model",
         family=getattr(shape, "family", "gpt2"),
@@ -245,7 +239,17 @@ def write_tokenizer(source: Source, given: argparse.Namespace, folder: Path) -> 
     return "tokenizer.json"
 
 
-def check_language_model(model: CachedModel, folder: Path, context: int, chunk: int) -> float:
+def check_error(error: float, weights: str) -> None:
+    """Prints the largest difference of a logit, relative to the largest. Raises TrainingError where it is too large."""
+    print(f"checked    logits within {error:.1e} of PyTorch's in float32, of the largest")
+    if not error <= LARGEST_ERROR[weights]:
+        raise TrainingError(
+            f"onnxruntime's logits are {error:.1e} of the largest away from PyTorch's; expected "
+            f"{LARGEST_ERROR[weights]} at most with {weights}; nothing was written"
+        )
+
+
+def largest_difference(model: CachedModel, folder: Path, context: int, chunk: int) -> float:
     """Largest difference of a logit, relative to the largest logit, of a padded prefill and three decoding steps."""
     shape, generator = model.model.shape, torch.Generator().manual_seed(0)
     sessions = {name: open_session(folder / f"{name}.onnx") for name in ("prefill", "decode")}
@@ -293,10 +297,7 @@ def export_classifier(given: argparse.Namespace, folder: Path) -> dict:
     expected = model(image)
     export_graph(model, (image,), ("image",), ("logits",), path)
     (found,) = open_session(path).run(["logits"], {"image": image.numpy()})
-    error = float((expected - torch.from_numpy(found)).abs().max() / expected.abs().max())
-    print(f"checked    logits within {error:.1e} of PyTorch's, of the largest")
-    if not error <= LARGEST_ERROR["float32"]:
-        raise TrainingError(f"onnxruntime's logits are {error:.1e} away from PyTorch's; nothing was written")
+    check_error(float((expected - torch.from_numpy(found)).abs().max() / expected.abs().max()), "float32")
     classes = [str(number) for number in range(expected.shape[1])]
     pixels = dict(image_size=[size, size], channels=1, layout="NCHW", mean=[0.0], std=[1.0])  # the graph normalises
     return dict(kind="image_classifier", classes=classes, **pixels)

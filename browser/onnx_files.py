@@ -21,13 +21,12 @@ EXPECTED = "a folder of browser.export"
 LARGEST_GRAPH = 1 << 28  # bytes
 MOST_NUMBERS = 1 << 31  # in a cache
 MOST_STOPS = 1000
-INSTALL = "pip install -r browser/requirements.txt"
 
 
 def needed(*packages: str) -> None:
     """Raises InputError unless the packages are installed."""
     if missing := [name for name in packages if find_spec(name) is None]:
-        raise InputError(f"needs {', '.join(missing)}, not installed; {INSTALL}")
+        raise InputError(f"needs {', '.join(missing)}, not installed; pip install -r browser/requirements.txt")
 
 
 def is_count(value: Any, least: int = 1, most: int = 1 << 24) -> bool:

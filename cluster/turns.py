@@ -90,11 +90,11 @@ class Turns:
             entry = self.entries[request.name] = Entry(request, now)
             self.log_event("runs on" if places else "waits", entry)
         entry.asked, entry.request = now, request
-        others = {(place.node, chip) for e in self.entries.values() for place in e.places or [] for chip in place.chips}
-        if places and not entry.places and any((node, chip) in others for node, chips in places for chip in chips):
-            self.release(request.name)
-            return {"lost": "its chips were given to another run after it had been silent"}
-        if places and not entry.places:  # this queue was restarted
+        if places and not entry.places:  # this queue was restarted, or the run was silent
+            others = [place for e in self.entries.values() for place in e.places or []]
+            if any(node == other.node and {*chips} & {*other.chips} for node, chips in places for other in others):
+                self.release(request.name)
+                return {"lost": "its chips were given to another run after it had been silent"}
             entry.places, entry.started = [Place(node, tuple(chips)) for node, chips in places], now
         limit = limit_of(request.user, self.read_quota())
         if request.all_chips > limit and not entry.places:
@@ -102,7 +102,7 @@ class Turns:
             return {"refused": f"{request.user} may have {limit} chips at a time, and asks for {request.all_chips}"}
         self.update(now)
         if entry.places:
-            return {"places": [[place.node, list(place.chips)] for place in entry.places]}
+            return {"places": [list(place) for place in entry.places]}
         return {"waits": self.reason(entry, now)}
 
     def update(self, now: float) -> None:
@@ -151,8 +151,8 @@ class Turns:
             self.write(self.clock())
 
     def log_event(self, what: str, entry: Entry) -> None:
-        request, places = entry.request, [[place.node, list(place.chips)] for place in entry.places or []]
-        event = {"time": self.clock(), "what": what, "name": request.name, "user": request.user, "places": places}
+        event = {"time": self.clock(), "what": what, "name": entry.request.name, "user": entry.request.user}
+        event["places"] = entry.places or []
         self.events = [*self.events[1 - MOST_EVENTS :], event]
 
     def read_quota(self) -> dict[str, int]:
@@ -167,14 +167,12 @@ class Turns:
 
     def state(self) -> dict:
         def shown(entry: Entry) -> dict:
-            request = dataclasses.asdict(entry.request)
-            places = [[place.node, list(place.chips)] for place in entry.places or []]
-            return request | {"chips": entry.request.all_chips, "places": places, "started": entry.started}
+            more = {"chips": entry.request.all_chips, "places": entry.places or [], "started": entry.started}
+            return dataclasses.asdict(entry.request) | more
 
         entries = sorted(self.entries.values(), key=lambda entry: entry.request.order)
         return {
             "time": self.clock(),
-            "hosts": [dataclasses.asdict(host) for host in self.hosts],
             "running": [shown(entry) for entry in entries if entry.places],
             "waiting": [shown(entry) for entry in entries if not entry.places],
             "quota": self.quota,

@@ -2,7 +2,7 @@
 
 export class FolderError extends Error {}
 
-export const FORMAT = "tpu-examples-onnx-1";
+const FORMAT = "tpu-examples-onnx-1";
 const LARGEST_JSON = 2 ** 20, LARGEST_GRAPH = 2 ** 30, LARGEST_TOKENIZER = 2 ** 26;
 const LARGEST_WEIGHTS = 2 ** 31 - 1; // Chromium's SHA-256 takes no more at once
 const LARGEST_VOCABULARY = 2 ** 20; // sampling.js sorts so many
@@ -51,6 +51,14 @@ const FIELDS = {
 const found = (value) => (value === undefined ? "nothing" : JSON.stringify(value).slice(0, 60));
 export const megabytes = (bytes) => (bytes / 1e6).toLocaleString("en", { maximumFractionDigits: bytes < 1e7 ? 2 : 0 }) + " MB";
 
+/** Raises FolderError for a field that is missing or wrong. prefix: what is in front of its name in the message. */
+function checkFields(object, fields, prefix = "") {
+  for (const [name, [isRight, expected]] of Object.entries(fields)) {
+    const value = Object.hasOwn(object, name) ? object[name] : undefined;
+    if (!isRight(value)) throw new FolderError(`model.json: ${prefix}${name} is ${found(value)}; expected ${expected}`);
+  }
+}
+
 /** What model.json says, checked. Raises FolderError. */
 export function checkModel(text) {
   let model;
@@ -67,20 +75,13 @@ export function checkModel(text) {
   if (!Object.hasOwn(FIELDS, model.kind)) {
     throw new FolderError(`model.json: kind is ${found(model.kind)}; expected ${Object.keys(FIELDS).join(" or ")}`);
   }
-  for (const [name, [isRight, expected]] of Object.entries({ ...COMMON, ...FIELDS[model.kind] })) {
-    const value = Object.hasOwn(model, name) ? model[name] : undefined;
-    if (!isRight(value)) throw new FolderError(`model.json: ${name} is ${found(value)}; expected ${expected}`);
-  }
+  checkFields(model, { ...COMMON, ...FIELDS[model.kind] });
   if (model.kind === "language_model") checkLanguageModel(model);
   for (const name of expectedFiles(model)) {
-    const file = Object.hasOwn(model.files, name) ? model.files[name] : undefined;
-    const most = largest(name);
-    if (!isObject(file) || !isWhole(1, most)(file.bytes)) {
-      throw new FolderError(`model.json: bytes of ${name} is ${found(file?.bytes)}; expected 1 to ${most}`);
-    }
-    if (typeof file.sha256 !== "string" || !/^[0-9a-f]{64}$/.test(file.sha256)) {
-      throw new FolderError(`model.json: sha256 of ${name} is ${found(file.sha256)}; expected 64 hexadecimal digits`);
-    }
+    checkFields(model.files, { [name]: [isObject, "bytes and sha256"] }, "files: ");
+    const most = largest(name), isHash = (value) => isText(value) && /^[0-9a-f]{64}$/.test(value);
+    const fields = { bytes: [isWhole(1, most), `1 to ${most}`], sha256: [isHash, "64 hexadecimal digits"] };
+    checkFields(model.files[name], fields, `${name}: `);
   }
   const known = [...expectedFiles(model), ...NEVER_READ];
   const foreign = Object.keys(model.files).find((name) => !known.includes(name));
@@ -114,10 +115,7 @@ function checkChat(chat, vocabulary) {
   const tokens = (low, high) => [isListOf(isWhole(0, vocabulary - 1), low, high), `${low} to ${high} tokens of the vocabulary`];
   const isName = (value) => isText(value) && /^[a-z0-9]+$/.test(value);
   const fields = { format: [isName, "the name of a format"], begin: tokens(0, 1), stops: tokens(1, 1000), words: tokens(1, 1000) };
-  for (const [name, [isRight, expected]] of Object.entries(fields)) {
-    const value = Object.hasOwn(chat, name) ? chat[name] : undefined;
-    if (!isRight(value)) throw new FolderError(`model.json: chat.${name} is ${found(value)}; expected ${expected}`);
-  }
+  checkFields(chat, fields, "chat.");
 }
 
 function expectedFiles(model) {

@@ -96,13 +96,12 @@ export class LanguageModel {
     check(given, most, context, vocab_size);
     const known = isChat ? inCommon(this.cached, given.slice(0, -1)) : 0;
     const random = new Random(options.seed), tokens = [], before = this.tokenizer.decode(words);
-    const began = performance.now();
     let logits, first = 0, ended = "length", end = null; // the token that ended it
     const told = () => {
       const whole = this.tokenizer.decode(words.concat(tokens));
       const start = isChat ? this.format.lead : before, text = whole.startsWith(start) ? whole.slice(start.length) : whole;
       const seconds = tokens.length ? (performance.now() - first) / 1000 : 0;
-      return { text, count: tokens.length, seconds, read: given.length - known, prefillSeconds: ((first || performance.now()) - began) / 1000 };
+      return { text, count: tokens.length, seconds, read: given.length - known };
     };
     for (let at = known; at < given.length; at += chunk) {
       await messagesRead();

@@ -150,8 +150,8 @@ def ask(setting: str, slice_name: str, by: str) -> Answer:
     )
 
 
-def read_decisions(path: Path = DECISIONS) -> list[Decision]:
-    with path.open(newline="") as file:
+def read_decisions() -> list[Decision]:
+    with DECISIONS.open(newline="") as file:
         return [Decision(**row) for row in csv.DictReader(file)]
 
 

@@ -193,7 +193,7 @@ class Decoder(torch.nn.Module):
         if self.execution.loss_parts > 1 and torch.is_grad_enabled():
             from language.models.loss_parts import LogitsInParts  # only where they are asked for
 
-            return LogitsInParts(x_BTD, weight_VD, self.execution.loss_parts, head_product)
+            return LogitsInParts(x_BTD, weight_VD, self.execution.loss_parts)
         return head_product(x_BTD, weight_VD, self.mesh)
 
     def rows_of_tokens(self, tokens_BT):

@@ -135,8 +135,8 @@ class TransformerConfig(HostOptions, TrainConfig):
     scan_layers: Annotated[bool, FREE, Seldom("remat")] = False
     """Compile one layer and loop over it: smaller graph, slower step. With remat it is faster than without."""
     loss_parts: Annotated[int, FREE, Range("[1, 1024]"), Seldom("remat")] = 1
-    """Parts into which each sequence is divided for the loss: only one part has logits in memory. The backward pass
-    makes them again: less memory, one product of the head more. Divides sequence_length."""
+    """Parts into which the vocabulary is divided for the loss: only one part has logits in memory. The backward pass
+    makes them again: less memory, one product of the head more."""
     attention: Annotated[Literal["plain", "flash"], FREE] = "plain"
     """flash: Pallas kernels, which need a TPU, jax 0.7.1 and a sequence_length that is a multiple of 128."""
     context_attention: Annotated[Literal["auto", "gather", "ulysses"], FREE, Seldom("mesh")] = "auto"
@@ -308,11 +308,6 @@ def check_shape(config: TransformerConfig, shape: ModelShape) -> list[str]:
     if config.attention == "flash" and shape.sequence_length % 128:
         problems.append(
             f"sequence_length is {shape.sequence_length}; attention flash needs a multiple of 128, or choose plain"
-        )
-    if shape.sequence_length % config.loss_parts:
-        problems.append(
-            f"loss_parts ({config.loss_parts}) must divide sequence_length ({shape.sequence_length}); try "
-            f"{math.gcd(config.loss_parts, shape.sequence_length)}"
         )
     if config.remat_all_but >= shape.num_layers:
         problems.append(

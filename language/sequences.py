@@ -52,9 +52,9 @@ def check_files(config: TransformerConfig) -> None:
     if config.compile_for:
         return
     if config.sample_every:
-        from language.generation.sample_prompts import check_samples  # only for a run that is sampled
+        from language.generation.sample_prompts import ask_of_run  # only for a run that is sampled
 
-        check_samples(config)
+        ask_of_run(config)
     if config.tasks:
         from language.tasks.scores import check_tasks_of_run  # only for a run that is asked questions
 

@@ -229,3 +229,15 @@ def test_commands_run(page, checkout, monkeypatch, capsys):
             code, said = process.wait(), process.text("err")
         # the doctor warns of a machine without a TPU, and fails where this Python is not in order
         assert code == 0, f"{command}: {said}"
+
+
+def test_what_a_page_names_of_a_module_is_there():
+    """One that had moved to another module once was not."""
+    found = {}
+    for page in PAGES:
+        for name, place in re.findall(
+            r"`(\w+)(?:\([^`]*\))?` of `((?:tpu_\w+|images|language)[./][\w./]+)`", page.read_text()
+        ):
+            text = (ROOT / f"{place.removesuffix('.py').replace('.', '/')}.py").read_text()
+            found[page.name, name, place] = re.search(rf"^(?:def|class) {name}\b|^{name}\b.* = ", text, re.M)
+    assert len(found) >= 4 and all(found.values()), found

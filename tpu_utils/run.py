@@ -315,7 +315,7 @@ class Run:
             )
         self.evaluation = fields
         if self.config.keep_best:
-            from tpu_utils.record.best import better  # only here
+            from tpu_utils.checkpoint.saved import better  # only here
 
             self._best = self.peers.from_first(lambda: better(self._best, step, fields))
 

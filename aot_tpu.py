@@ -26,24 +26,14 @@ Run:     python simple_mnist_tpu.py --compile_for v5litepod-1
              HLO: docs/any_module.md
 Exit:    0 fits; 1 does not fit or does not compile; 2 wrong usage.
 
-How: the script runs its normal way on the XLA CPU backend, with as many
-virtual devices as the slice has (8 for more than 64), up to its first step.
-That step is traced, not executed. libtpu's compiler compiles the traced
-program, with its shardings, for the named slice. Everything in the report is
-read from the compiled program.
-
-Trust: compiles or not, memory, FLOPs, kinds, counts and bytes of collectives.
-Milliseconds and MFU are predicted, never measured: the compiler's own cost
-model summed over its schedule, and by rule what it has no price for, flash
-kernels above all. Communication stands beside it, as a range: from all hidden
-that the schedule can hide to nothing hidden. The report says how far clocks of
-published steps were from this, and where tools.calibrate has measured steps on
-such a chip, how far those were. In --json estimated_ms and estimated_mfu are
-the compiler's estimate alone.
+The script runs its normal way on the XLA CPU backend, with as many virtual
+devices as the slice has (8 for more than 64), up to its first step, which is
+traced and compiled by libtpu for the slice. The report is read from the
+compiled program. Milliseconds and MFU are predicted, never measured:
+docs/ask_the_compiler.md says what to believe.
 """
 
 import argparse
-import ast
 import dataclasses
 import json
 import os
@@ -58,7 +48,7 @@ from tpu_compiler.compile.planned import PLAN_VARIABLE
 from tpu_compiler.decide.difference import compare, take_sides
 from tpu_compiler.decide.roofline import check_picture, draw
 from tpu_compiler.decide.search import ScriptError, compile_script, fit, with_option
-from tpu_compiler.decide.verdict import Terms, check_prices, decide, parse_only, parse_prices, parse_tokens
+from tpu_compiler.decide.verdict import conclude, parse_only, parse_prices, parse_tokens, search_slices
 from tpu_compiler.estimate.calibration import CALIBRATION, Calibration, read_calibration
 from tpu_compiler.estimate.report import Report, format_compilers, format_report, format_table
 from tpu_compiler.given import check_file, compile_file
@@ -73,21 +63,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     say = partial(print, file=sys.stderr if arguments.json else sys.stdout, flush=True)
     reports, found = [], True
     try:
-        terms = Terms(
-            prices=parse_prices(arguments.price),
-            tokens=parse_tokens(arguments.tokens) if arguments.tokens else None,
-            only=parse_only(arguments.only, arguments.vary_batch, arguments.plan),
-            vary_batch=arguments.vary_batch,
-            minutes=arguments.minutes,
-            planned=arguments.plan,
-        )
-        check_prices(terms.prices, arguments.topology.split(","))
+        prices = parse_prices(arguments.price, arguments.topology.split(","))
+        tokens = parse_tokens(arguments.tokens) if arguments.tokens else None
+        only = parse_only(arguments.only, arguments.vary_batch, arguments.plan)
         names, questions, calibration = check_command(arguments, options, sides, say)
         if sides:
             print(compare(arguments.script, names[0], options, *sides))
             return 0
         if arguments.search:
-            reports = decide(arguments.script, names, options, say, terms)
+            best = search_slices(arguments.script, names, options, say, only, arguments.minutes, arguments.plan)
+            reports = conclude(arguments.script, best, say, prices, tokens)
             found = bool(reports)
         else:
             for topology, compiler in questions:
@@ -103,15 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         os.environ.pop(COMPILER_VARIABLE, None)
         os.environ.pop(PLAN_VARIABLE, None)
-    if calibration:
-        reports = [with_calibration(report, calibration) for report in reports]
-    prices = {} if arguments.search else terms.prices
-    reports = [
-        dataclasses.replace(r, price=prices.get(parse_topology(r.topology).generation), tokens=terms.tokens)
-        for r in reports
-    ]
-    if speed := arguments.dcn_gb_per_s:
-        reports = [dataclasses.replace(r, network_gb_per_s=speed).with_prediction() for r in reports]
+    known = dict(calibration=calibration, prices=prices, tokens=tokens, network_gb_per_s=arguments.dcn_gb_per_s)
+    reports = [with_what_is_known(report, **known) for report in reports]
     if arguments.picture:
         found &= draw_reports(reports, arguments.picture, say)
     if arguments.json:
@@ -191,8 +169,8 @@ def check_command(
     if sides and "," in arguments.topology:
         raise ValueError(f"--diff is for one slice; found --topology {arguments.topology}")
     if arguments.plan:
-        for name in ("diff", "picture", "program"):
-            if getattr(arguments, name):
+        for name, given in dict(diff=sides, picture=arguments.picture, program=arguments.program).items():
+            if given:
                 raise ValueError(f"--plan does not compile, and --{name} needs a compiled program; leave one out")
         os.environ[PLAN_VARIABLE] = "1"
     check_target(arguments, options, sides)
@@ -204,8 +182,8 @@ def check_command(
     if newest and (sides or arguments.search):
         raise ValueError("--search and --diff ask the installed compiler; leave --compiler newest out")
     topologies = [traceable_topology(name, newest) for name in arguments.topology.split(",")]
-    if not is_module and not arguments.hlo:
-        check_script(Path(arguments.script))
+    if not is_module and not arguments.hlo and not Path(arguments.script).is_file():
+        raise ValueError(f"no such script: {arguments.script}")
     if not through_torch:
         check_private_interfaces()
     given = arguments.calibration or (CALIBRATION if CALIBRATION.exists() else None)
@@ -259,9 +237,22 @@ def ask_slice(
     return [compile_script(arguments.script, topology, given, place)]
 
 
-def with_calibration(report: Report, calibration: Calibration) -> Report:
-    chip = parse_topology(report.topology).generation if report.compiles else ""
-    return dataclasses.replace(report, calibration=calibration.sentence(chip, report.versions.get("libtpu", "")))
+def with_what_is_known(
+    report: Report,
+    calibration: Calibration | None,
+    prices: dict[str, float],
+    tokens: float | None,
+    network_gb_per_s: float | None,
+) -> Report:
+    """With what the user has measured, and says of the run."""
+    chip = parse_topology(report.topology).generation
+    report = dataclasses.replace(report, price=prices.get(chip), tokens=tokens)
+    if calibration and report.compiles:
+        said = calibration.sentence(chip, report.versions.get("libtpu", ""))
+        report = dataclasses.replace(report, calibration=said)
+    if network_gb_per_s:
+        report = dataclasses.replace(report, network_gb_per_s=network_gb_per_s).with_prediction()
+    return report
 
 
 def draw_reports(reports: list[Report], picture: str, say: Callable[[str], None]) -> bool:
@@ -273,24 +264,6 @@ def draw_reports(reports: list[Report], picture: str, say: Callable[[str], None]
         print(f"error: {error}", file=sys.stderr)
         return False
     return True
-
-
-def check_script(path: Path) -> None:
-    """Raises ValueError for a file that is not there, and for one that only defines: it would end without a step."""
-    if not path.is_file():
-        raise ValueError(f"no such script: {path}")
-    try:
-        statements = ast.parse(path.read_bytes()).body
-    except (SyntaxError, ValueError):
-        return  # Python itself says where, when it runs the file
-    names = [s.name for s in statements if isinstance(s, ast.FunctionDef | ast.ClassDef)]
-    defines = ast.FunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom | ast.Assign | ast.AnnAssign
-    texts = [s for s in statements if isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant)]
-    if names and all(isinstance(s, defines) or s in texts for s in statements):
-        raise ValueError(
-            f"{path} is no script: it only defines {', '.join(names)}; expected a training script, or {path}:NAME of a "
-            "class or a function in it that returns a module"
-        )
 
 
 def choose_cache(folder: str | None, none: bool) -> None:

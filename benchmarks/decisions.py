@@ -29,16 +29,12 @@ both. One third of the decisions, by a hash of their names, is held out: no rate
 and the scores of both parts are printed.
 """
 
-import argparse
 import csv
 import dataclasses
 import fnmatch
 import hashlib
-import io
-import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -48,11 +44,11 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.children import ROOT, answer_of, as_csv, parser_for
 from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.base.hardware import GIB
 from tpu_utils.base.writing import write_atomically
 
-ROOT = Path(__file__).resolve().parent.parent
 DECISIONS = ROOT / "benchmarks" / "published" / "decisions.csv"
 ANSWERS = DECISIONS.with_name("answers.csv")
 BY_BOTH = DECISIONS.with_name("answers_newest.csv")
@@ -127,22 +123,15 @@ def command_of(setting: str, slice_name: str, layers: int | None = None) -> list
 
 
 def ask(setting: str, slice_name: str, by: str) -> Answer:
-    """Plans or compiles one setting. Raises RuntimeError with the last line that was said where there is no report."""
+    """Plans or compiles one setting. Raises RuntimeError with the reason where there is no report."""
     start = time.monotonic()
     depth = LAYERS[option_of(setting, "--model_size")]
     short = () if "--scan_layers" in setting else SHORT[by]
     reports = []
     for layers in short or (None,):
-        command = [
-            sys.executable,
-            *command_of(setting, slice_name, layers),
-            *["--plan", "--no_cache"] * (by != COMPILER),
-            *["--compiler", "newest_alone"] * (by == NEWEST),
-        ]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        if not done.stdout.strip():
-            raise RuntimeError((done.stderr.strip().splitlines() or ["nothing was said"])[-1])
-        reports += json.loads(done.stdout)
+        command = command_of(setting, slice_name, layers)
+        command += ["--plan", "--no_cache"] * (by != COMPILER) + ["--compiler", "newest_alone"] * (by == NEWEST)
+        reports += answer_of(*command)
 
     def at_depth(values: Sequence[float]) -> float:
         if not short:
@@ -160,8 +149,8 @@ def ask(setting: str, slice_name: str, by: str) -> Answer:
     )
 
 
-def read_decisions(path: Path = DECISIONS) -> list[Decision]:
-    with path.open(newline="") as file:
+def read_decisions() -> list[Decision]:
+    with DECISIONS.open(newline="") as file:
         return [Decision(**row) for row in csv.DictReader(file)]
 
 
@@ -304,14 +293,8 @@ def picture(rows: Iterable[dict], file: Path) -> None:
     figure.savefig(file, dpi=110)
 
 
-def as_csv(lines: Iterable[Sequence[str]]) -> bytes:
-    file = io.StringIO()
-    csv.writer(file, lineterminator="\n").writerows(lines)
-    return file.getvalue().encode()
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__)
     help_text = f"default: {ANSWERS.name}; with --newest {BY_BOTH.name}"
     parser.add_argument("--answers", type=Path, metavar="FILE", help=help_text)
     parser.add_argument("--compile", action="store_true")
@@ -332,9 +315,9 @@ def main() -> int:
         decisions = [d for d in decisions if all("--scan_layers" in setting for setting in (d.a, d.b))][:BY_NEWEST]
         failed = sum(ask_missing(decisions, answers, given.minutes, by) for by in (ROOFLINE, NEWEST))
         for name, lines in beside_newest(decisions, read_answers(answers)).items():
-            print(as_csv(lines).decode(), end="")
+            print(as_csv(lines), end="")
             if given.tables:
-                write_atomically(given.tables / name, as_csv(lines))
+                write_atomically(given.tables / name, as_csv(lines).encode())
         return 1 if failed else 0
     failed = ask_missing(decisions, answers, given.minutes, COMPILER if given.compile else ROOFLINE)
     known = read_answers(answers)
@@ -344,12 +327,12 @@ def main() -> int:
     scores = [["kind", *SCORES], *scores, ["all", *score(rows)]]
     for name, held_out in (("used", False), ("held out", True)):
         scores.append([name, *score([row for row in rows if is_held_out(row["id"]) == held_out])])
-    print(as_csv(scores).decode(), end="")
+    print(as_csv(scores), end="")
     print(f"{len(decisions) - len(rows)} decisions are not yet asked", file=sys.stderr)
     if given.tables and rows:
         lines = [list(rows[0]), *([f"{v:.1f}" if isinstance(v, float) else v or "" for v in r.values()] for r in rows)]
-        write_atomically(given.tables / "decisions.csv", as_csv(lines))
-        write_atomically(given.tables / "decisions_scores.csv", as_csv(scores))
+        write_atomically(given.tables / "decisions.csv", as_csv(lines).encode())
+        write_atomically(given.tables / "decisions_scores.csv", as_csv(scores).encode())
     if given.picture and rows:
         picture(rows, given.picture)
     return 1 if failed else 0

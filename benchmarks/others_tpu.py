@@ -40,7 +40,7 @@ PEERS = {
 }
 
 
-def compile_torch(name: str, topology, options: dict[str, str]) -> tuple[str, int]:
+def compile_torch(name: str, topology) -> tuple[str, int]:
     """Optimized program text and the compiler's peak memory of a step through torch_xla."""
     import torch
     import torch_xla
@@ -79,13 +79,13 @@ def compile_torch(name: str, topology, options: dict[str, str]) -> tuple[str, in
         for parameter in model.parameters():
             zeros = {key: torch.empty_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
             optimizer.state[parameter] = {"step": torch.zeros(1).to(device), **zeros}
-        step = torch_xla.compile(partial(peers.usual_step, autocast="xla"), full_graph=True)
+        step = torch_xla.compile(peers.usual_step, full_graph=True)
         arguments = (model, optimizer, tokens)
-    compiled = compile_program(trace_step(step, *arguments, owners=(model, optimizer)), topology, options)
+    compiled = compile_program(trace_step(step, *arguments, owners=(model, optimizer)), topology)
     return compiled.text, compiled.peak_bytes
 
 
-def compile_jax(topology, options: dict[str, str]) -> tuple[str, int]:
+def compile_jax(topology) -> tuple[str, int]:
     import jax
     import jax.numpy as jnp
     from jax.sharding import SingleDeviceSharding
@@ -99,15 +99,15 @@ def compile_jax(topology, options: dict[str, str]) -> tuple[str, int]:
     arguments += (jax.ShapeDtypeStruct((BATCH, SHAPE.sequence_length + 1), jnp.int32),)
     arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments)
     step = partial(peers.jax_step, partial(peers.jax_gpt_loss, num_heads=SHAPE.num_heads, dtype="bfloat16"))
-    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*arguments).compile(options)
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*arguments).compile()
     return compiled.as_text(), compiled.memory_analysis().peak_memory_in_bytes
 
 
 def one(name: str, topology_name: str, *words: str) -> None:
     """Compile in this process and print the row as JSON. words: options of the compiler, NAME=VALUE."""
-    topology, start = prepare_environment(topology_name), time.monotonic()
-    options = dict(word.split("=", 1) for word in words)
-    text, peak = compile_jax(topology, options) if name == "jax" else compile_torch(name, topology, options)
+    options, start = dict(word.split("=", 1) for word in words), time.monotonic()
+    topology = prepare_environment(topology_name, options)
+    text, peak = compile_jax(topology) if name == "jax" else compile_torch(name, topology)
     computations = parse_program(text)
     priced, _ = read_cycles(computations)
     cycles = sum(priced.values())

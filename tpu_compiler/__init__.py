@@ -8,6 +8,6 @@ estimate/  reading (memory, collectives and cycles of a compiled program), rules
            has no estimate for), report (as a record, text, table), token_bound, calibration (what measurements say)
 decide/    search (the largest value that fits), fastest (settings on a slice), verdict (its tables), difference (two
            option sets or commits), roofline (a picture of what bounds a step)
-module/    any torch.nn.Module without a script: programs (its options), train_step and decode_step (compiled in a child
-           process), through_torch (the same by ATen operations and torchax, without PyTorch/XLA)
+module/    any torch.nn.Module without a script: programs (its options), train_step (compiled in a child process),
+           through_torch (the same by ATen operations and torchax, without PyTorch/XLA)
 """

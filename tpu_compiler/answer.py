@@ -22,27 +22,18 @@ except ImportError:  # jax 0.10, which --through torch may run under
 
 from tpu_compiler.compile import compiling
 from tpu_compiler.compile.cache import Cache, digest
-from tpu_compiler.compile.compiling import Compiled, compile_elsewhere, compile_program, host_peak_gib, program_inputs
+from tpu_compiler.compile.compiling import Compiled, compile_elsewhere, compile_program, host_peak_gib
 from tpu_compiler.compile.newest import CHILD, compile_there, environment_versions
+from tpu_compiler.compile.newest_child import program_inputs
 from tpu_compiler.compile.planned import PLAN_VARIABLE, plan_program
 from tpu_compiler.compile.traced import Traced
 from tpu_compiler.decide.search import OUTPUT_VARIABLE
+from tpu_compiler.estimate import reading
 from tpu_compiler.estimate.plan_prices import link_share, with_prices
-from tpu_compiler.estimate.reading import (
-    HOST,
-    group_modules,
-    parse_program,
-    read_collectives,
-    read_cycles,
-    read_largest_results,
-    read_modules,
-    read_operations,
-    read_slice_transfers,
-    shape_bytes,
-)
 from tpu_compiler.estimate.report import PLANNED, Report
 from tpu_compiler.estimate.rules import moved_bytes, ruled_ms
 from tpu_compiler.estimate.schedule import LinkShare, all_links, exposed_ms, read_host_transfers, seconds_on_links
+from tpu_utils.base.errors import InputError
 from tpu_utils.base.hardware import GIB, Topology, parse_topology
 from tpu_utils.options.virtual_slice import COMPILER_VARIABLE, check_private_interfaces
 
@@ -55,40 +46,44 @@ def ask_compiler(
     unit: str = "examples",
     model_flops: float | None = None,
     settings: dict | None = None,
-    options: dict[str, str] | None = None,
     cache: Cache | None = None,
 ) -> tuple[Report, str]:
     """Compile a traced step for a slice: (Report, optimized program text; empty when it does not compile).
 
     examples (or tokens, with unit="tokens") and model_flops are those of one step over all devices. cache: where what
-    the compiler returned is looked up, and kept.
+    the compiler returned is looked up, and kept. Raises InputError for a program of another number of devices.
     """
-    topology = parse_topology(topology) if isinstance(topology, str) else topology
+    topology, settings = parse_topology(topology) if isinstance(topology, str) else topology, settings or {}
     newest = Path(os.environ[COMPILER_VARIABLE]) if os.environ.get(COMPILER_VARIABLE) else None
     versions = environment_versions(newest) if newest else check_private_interfaces()
+    python = newest / "bin" / "python" if newest else Path(sys.executable)
     start = time.monotonic()
     devices = traced.partitions * traced.replicas
+    if devices not in (1, topology.num_devices):
+        raise InputError(
+            f"{settings.get('hlo', 'the step')} is a program for {devices} devices, and {topology.name} has "
+            f"{topology.num_devices}; expected a slice of {devices} devices; choose one, or lower the program again "
+            f"for a mesh of {topology.num_devices}"
+        )
     program = f"SPMD over {devices} devices" if traced.partitions > 1 else f"{devices} replicas"
     if devices == 1:
         idle = topology.num_devices - 1
         program = f"one device, {idle} of the slice idle" if idle else "one device"
     facts = dict(topology=topology.name, devices=devices, program=program, model_flops=model_flops, unit=unit)
-    facts |= dict(limit_bytes=int(topology.hardware.limit_gib * GIB), settings=settings or {}, versions=versions)
-    facts |= dict(trace_seconds=traced.seconds, traced=traced_hash(traced, topology, options))
-    name = f"program_{program_key(traced, topology, options, versions)}" if cache else ""
+    facts |= dict(limit_bytes=int(topology.hardware.limit_gib * GIB), settings=settings, versions=versions)
+    facts |= dict(trace_seconds=traced.seconds, traced=traced_hash(traced, topology))
+    name = f"program_{program_key(traced, topology, versions)}" if cache else ""
     compiled = cache.read(name, Compiled) if cache else None
     facts["from_cache"] = compiled is not None
     planned = compiled is None and bool(os.environ.get(PLAN_VARIABLE))
-    if compiled is None and not planned and (expected := expected_time(settings or {})):
+    if compiled is None and not planned and (expected := expected_time(settings)):
         print(f"{expected} for {topology.name}", file=sys.stderr, flush=True)
     try:
         if planned:
-            python = newest / "bin" / "python" if newest else Path(sys.executable)
-            plan = partial(plan_program, python)
-            compiled = compile_elsewhere(plan, traced, topology, options, "planning")
-        if compiled is None and newest:
-            compiled = compile_elsewhere(partial(compile_there, newest), traced, topology, options)
-        compiled = compiled or compile_program(traced, topology, options)
+            compiled = compile_elsewhere(partial(plan_program, python), traced, topology, "planning")
+        elif compiled is None and newest:
+            compiled = compile_elsewhere(partial(compile_there, python), traced, topology)
+        compiled = compiled or compile_program(traced, topology)
     except JaxRuntimeError as error:
         return _refused(str(error), traced, facts | {"compile_seconds": time.monotonic() - start}), ""
     if cache and not facts["from_cache"] and not planned:
@@ -124,12 +119,12 @@ def _accepted(
     hardware = topology.hardware
     devices = facts["devices"]
     model_flops = facts["model_flops"]
-    computations = parse_program(compiled.text)
+    computations = reading.parse_program(compiled.text)
     memory = read_memory(compiled, computations, traced.roles)
     host = read_host_transfers(computations)
     host_bytes = sum(direction["bytes"] for direction in host.values()) * hardware.devices_per_chip
-    collectives = read_collectives(computations, devices)
-    (cycles, unpriced), modules = read_cycles(computations), read_modules(computations)
+    collectives = reading.read_collectives(computations, devices)
+    (cycles, unpriced), modules = reading.read_cycles(computations), reading.read_modules(computations)
     seconds = sum(cycles.values()) / (hardware.clock_ghz * 1e9)  # 0.0: nothing in it has an estimate
     peak_flops = devices * hardware.bf16_tflops * 1e12 / hardware.devices_per_chip
     to_other_slices = hardware.slice_gb_per_s and hardware.slice_gb_per_s / hardware.devices_per_chip
@@ -149,7 +144,7 @@ def _accepted(
         flops_ratio=compiled.flops * devices / model_flops if model_flops and not loops else None,
         collectives=collectives,
         communication_lower_bound_ms=sum(times * each for times, each in on_links.values()) * 1e3,
-        slice_transfers=read_slice_transfers(computations, topology.num_slices),
+        slice_transfers=reading.read_slice_transfers(computations, topology.num_slices),
         network_gb_per_s=to_other_slices,
         host_transfers=host,
         host_transfer_ms=host_bytes / hardware.host_gb_per_s / 1e6 if hardware.host_gb_per_s else 0.0,
@@ -160,23 +155,23 @@ def _accepted(
         operations_without_estimate=dict(unpriced.most_common()),
         ruled_ms=ruled_ms(computations, topology),
         moved_bytes=moved_bytes(computations),
-        costliest_operations=read_operations(computations, hardware.clock_ghz * 1e6) if traced.given else [],
+        costliest_operations=reading.read_operations(computations, hardware.clock_ghz * 1e6) if traced.given else [],
         costliest_lines=[(line, c / hardware.clock_ghz / 1e6) for line, c in cycles.most_common(10)],
         costliest_modules=[(module, c / hardware.clock_ghz / 1e6) for module, c in modules.most_common()],
-        module_groups=[(name, n, c / hardware.clock_ghz / 1e6) for name, n, c in group_modules(modules)[:10]],
-        largest_results=read_largest_results(computations),
+        module_groups=[(name, n, c / hardware.clock_ghz / 1e6) for name, n, c in reading.group_modules(modules)[:10]],
+        largest_results=reading.read_largest_results(computations),
         compile_seconds=compiled.seconds,
         host_peak_gib=host_peak_gib(),
     ).with_prediction()
 
 
-def traced_hash(traced: Traced, topology: Topology, options: dict[str, str] | None = None) -> str:
+def traced_hash(traced: Traced, topology: Topology) -> str:
     """Hash of a traced program without the names of source lines: for equal hashes a compiler gives equal answers."""
     printed = HloPrintOptions()
     printed.print_metadata, printed.print_large_constants = False, True
     text = HloModule.from_serialized_hlo_module_proto(traced.hlo).to_string(printed)
     chips = [topology.name, topology.hardware.compiler_options]
-    return digest(without_lines(text).encode(), facts_of_inputs(traced), chips, options or {}, read_by_libtpu())
+    return digest(without_lines(text).encode(), facts_of_inputs(traced), chips, {}, read_by_libtpu())
 
 
 def without_lines(text: str) -> str:
@@ -206,13 +201,11 @@ def read_by_libtpu() -> list[str]:
     return sorted(os.environ.get("LIBTPU_INIT_ARGS", "").split())
 
 
-def program_key(traced: Traced, topology: Topology, options: dict[str, str] | None, versions: dict[str, str]) -> str:
-    """A hash of all that decides what the compiler returns, compiling.py or newest_child.py included."""
+def program_key(traced: Traced, topology: Topology, versions: dict[str, str]) -> str:
+    """A hash of all that decides what the compiler returns, the code that asks it included."""
     chips = [topology.compiler_name, topology.num_slices, topology.chips_per_host, topology.hardware.compiler_options]
-    code = Path(compiling.__file__).read_bytes()
-    if os.environ.get(COMPILER_VARIABLE):
-        code += CHILD.read_bytes()
-    return digest(traced.hlo, code, facts_of_inputs(traced), chips, options or {}, read_by_libtpu(), versions)
+    code = Path(compiling.__file__).read_bytes() + CHILD.read_bytes()
+    return digest(traced.hlo, code, facts_of_inputs(traced), chips, read_by_libtpu(), versions)
 
 
 RESERVE = 0.5
@@ -230,8 +223,8 @@ def read_memory(compiled: Compiled, computations: dict, roles: tuple[str, ...]) 
     """
     memory = dict.fromkeys(("parameters", "optimizer_state", "inputs"), 0)
     for operation in computations["ENTRY"]:
-        if operation.kind == "parameter" and HOST not in operation.type:
-            memory[roles[int(operation.find(r" parameter\((\d+)\)"))]] += sum(shape_bytes(operation.type))
+        if operation.kind == "parameter" and reading.HOST not in operation.type:
+            memory[roles[int(operation.find(r" parameter\((\d+)\)"))]] += sum(reading.shape_bytes(operation.type))
     memory["inputs"] += compiled.argument_bytes - sum(memory.values())  # rounding of small buffers
     activations = compiled.temporary_bytes + compiled.output_bytes
     if compiled.peak_bytes > compiled.argument_bytes:
@@ -242,31 +235,23 @@ def read_memory(compiled: Compiled, computations: dict, roles: tuple[str, ...]) 
 
 def _refused(message: str, traced: Traced, facts: dict) -> Report:
     """The report when the compiler refuses. Out of memory comes with figures; its total leaves the arguments out."""
-    found = re.search(r"Ran out of memory in memory space hbm\. Used ([\d.]+)([KMGT]) of [^\n]*", message)
-    memory, peak = {}, 0
-    if found:
-        memory = argument_bytes(traced)
-        temporary = int(float(found[1]) * 2 ** {"K": 10, "M": 20, "G": 30, "T": 40}[found[2]])
+    used = re.search(r"Ran out of memory in memory space hbm\. Used ([\d.]+)([KMGT]) of [^\n]*", message)
+    memory = {}
+    # libtpu 0.0.52 says it the second way
+    if found := used or re.search(r"total memory required for HLO temporaries \(([\d.]+)(G)\) exceeds", message):
         counted = re.search(r"arguments\s+([\d.]+)([BKMGT])", message)
-        if counted and float(counted[1]):
-            temporary -= int(float(counted[1]) * 2 ** {"B": 0, "K": 10, "M": 20, "G": 30, "T": 40}[counted[2]])
-        memory["activations"] = max(0, temporary)
-        peak = sum(memory.values())
-    elif total := re.search(r"the total memory required for HLO temporaries \(([\d.]+)G\) exceeds", message):
-        memory = argument_bytes(traced) | {"activations": int(float(total[1]) * GIB)}  # libtpu 0.0.52 says it so
-        peak = sum(memory.values())
-    reason = found[0] if found else textwrap.shorten(message.strip().splitlines()[0], 300, placeholder=" ...")
+        activations = bytes_of(*found.groups()) - (bytes_of(*counted.groups()) if counted else 0)
+        memory = argument_bytes(traced) | {"activations": max(0, activations)}
+    reason = used[0] if used else textwrap.shorten(message.strip().splitlines()[0], 300, placeholder=" ...")
     if "xla.sdy" in message:
         reason = "it does not take this program's Shardy annotations; lower it with jax_use_shardy_partitioner=False"
-    return Report(
-        **facts,
-        compiles=False,
-        fits=False,
-        reason=reason,
-        peak_bytes=peak,
-        memory=memory,
-        host_peak_gib=host_peak_gib(),
-    )
+    peak = sum(memory.values())
+    facts |= dict(compiles=False, fits=False, reason=reason, peak_bytes=peak, memory=memory)
+    return Report(**facts, host_peak_gib=host_peak_gib())
+
+
+def bytes_of(number: str, unit: str) -> int:
+    return int(float(number) * 1024 ** "BKMGT".index(unit))
 
 
 def argument_bytes(traced: Traced) -> dict[str, int]:

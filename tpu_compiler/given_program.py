@@ -14,12 +14,12 @@ from pathlib import Path
 
 from tpu_compiler.answer import ask_compiler, hand_over
 from tpu_compiler.compile.cache import cache_of_environment
-from tpu_compiler.compile.compiling import OVERWRITTEN, UNREADABLE, hlo_of_stablehlo, hlo_of_text, program_inputs
+from tpu_compiler.compile.compiling import OVERWRITTEN, UNREADABLE, hlo_of_stablehlo, hlo_of_text
+from tpu_compiler.compile.newest_child import program_inputs
 from tpu_compiler.compile.traced import Traced
-from tpu_compiler.given import EXPECTED, check_file
+from tpu_compiler.given import EXPECTED
 from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.base.files import open_regular
-from tpu_utils.base.hardware import Topology
 from tpu_utils.options.virtual_slice import traceable_topology
 
 HOW = (
@@ -37,7 +37,6 @@ def main() -> int:
     given = parser.parse_args()
     topology = traceable_topology(given.compile_for)
     traced = read_program(Path(given.hlo))
-    check_devices(traced, topology, given.hlo)
     notes = [f"{sum(traced.donated)} of {len(traced.donated)} inputs are overwritten (donated)"]
     if traced.partitions > 1:
         notes.append(f"sharded by {'Shardy' if traced.shardy else 'GSPMD'} over {traced.partitions} devices")
@@ -47,7 +46,6 @@ def main() -> int:
 
 def read_program(path: Path) -> Traced:
     """Raises InputError for whatever is no program, or one that cannot be compiled for a slice."""
-    check_file(path)
     with open_regular(path, EXPECTED) as file:
         content = file.read()
     start = time.monotonic()
@@ -57,7 +55,7 @@ def read_program(path: Path) -> Traced:
         if re.match(r"(\s*//[^\n]*\n)*\s*HloModule\b", text):
             if re.search(OPTIMIZED, text, re.MULTILINE):
                 raise InputError(f"{path} was optimized already; expected {EXPECTED}; {HOW}")
-            hlo, text = hlo_of_text(text)
+            hlo = hlo_of_text(text)
         else:
             hlo, text = hlo_of_stablehlo(content)
         with program_inputs(hlo) as (_, function):
@@ -105,15 +103,6 @@ def partitions_of(header: str, text: str) -> int:
     for iota in re.findall(r"<=\[([\d,]+)\]", text):
         found.append(math.prod(int(size) for size in iota.split(",")))
     return max(found)
-
-
-def check_devices(traced: Traced, topology: Topology, path: str) -> None:
-    needed = traced.partitions * traced.replicas
-    if needed not in (1, topology.num_devices):
-        raise InputError(
-            f"{path} is a program for {needed} devices, and {topology.name} has {topology.num_devices}; expected a "
-            f"slice of {needed} devices; choose one, or lower the program again for a mesh of {topology.num_devices}"
-        )
 
 
 if __name__ == "__main__":

@@ -283,7 +283,7 @@ def check_transformer(config: TransformerConfig) -> list[str]:
 
         problems += check_model_config(config)
     if config.lora_rank or config.initialise_new_tokens == "mean":
-        from language.options.adapters import check_adapters  # only for a run that trains some of the weights
+        from language.options.model_config import check_adapters  # only for a run that trains some of the weights
 
         problems += check_adapters(config)
     if type(shape) is not ModelShape:
@@ -305,10 +305,9 @@ def check_shape(config: TransformerConfig, shape: ModelShape) -> list[str]:
             f"embedding_dim ({shape.embedding_dim}) must be divisible by num_heads ({shape.num_heads}); "
             f"try --num_heads {' or '.join(map(str, near))}, or --embedding_dim {width}"
         )
-    if config.attention == "flash" and shape.sequence_length % 128:
-        problems.append(
-            f"sequence_length is {shape.sequence_length}; attention flash needs a multiple of 128, or choose plain"
-        )
+    T = shape.sequence_length
+    if config.attention == "flash" and T % 128:
+        problems.append(f"sequence_length is {T}; attention flash needs a multiple of 128, or choose plain")
     if config.remat_all_but >= shape.num_layers:
         problems.append(
             f"remat_all_but is {config.remat_all_but}, expected below {shape.num_layers}; all: remat_keep products"
@@ -325,8 +324,8 @@ def check_run(config: TransformerConfig) -> list[str]:
     """What stands against the data source, the batch, the number of steps and the mesh."""
     problems = []
     smallest = SMALLEST_VOCAB_SIZE.get(config.dataset, 1)
-    if config.vocab_size and config.vocab_size < smallest:
-        problems.append(f"vocab_size is {config.vocab_size}; {config.dataset} needs {smallest} or more")
+    if (vocab_size := config.shape.vocab_size) < smallest:
+        problems.append(f"vocab_size is {vocab_size}; {config.dataset} needs {smallest} or more")
     if config.stream_lanes and config.global_batch_size % config.stream_lanes:
         problems.append(
             f"stream_lanes ({config.stream_lanes}) must divide global_batch_size ({config.global_batch_size}); try "

@@ -2,7 +2,6 @@
 
 import csv
 import json
-from types import SimpleNamespace
 
 import pytest
 from run_files import configured
@@ -38,15 +37,15 @@ def compiler(monkeypatch):
     """Answers at once: a step takes 1,000 ms and 10 GiB, 100 ms and 1 GiB more with each layer above one."""
     asked = []
 
-    def answer(command, **_):
+    def answer(*command):
         asked.append(command)
         layers = int(command[command.index("--num_layers") + 1]) if "--num_layers" in command else 1
         ms = (500.0 if "--plan" in command else 900.0) + 100 * layers
         report = dict(limit_bytes=31.25 * GIB, predicted_ms_all_hidden=ms)
         report |= dict(peak_bytes=(9 + layers) * GIB)
-        return SimpleNamespace(stdout=json.dumps([report]), stderr="")
+        return [report]
 
-    monkeypatch.setattr(decisions.subprocess, "run", answer)
+    monkeypatch.setattr(decisions, "answer_of", answer)
     return asked
 
 
@@ -141,7 +140,7 @@ def test_the_kept_table_of_the_newest_compiler_is_of_the_kept_answers():
     tables = decisions.beside_newest(loops, decisions.read_answers(decisions.BY_BOTH))
     assert len(tables["decisions_newest.csv"]) == decisions.BY_NEWEST + 1
     for name, lines in tables.items():
-        assert decisions.as_csv(lines) == (TABLES / name).read_bytes()
+        assert decisions.as_csv(lines) == (TABLES / name).read_text()
 
 
 def test_a_plan_of_weights_in_bfloat16_has_half_the_state(capfd):

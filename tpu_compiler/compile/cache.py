@@ -1,7 +1,7 @@
 """What the compiler said, kept on disk: a compile of minutes is asked for once. No torch, no jax.
 
 Two kinds of entry, each one compressed file, checked when it is read; a damaged one is as good as none. A line of JSON
-comes first, then its long texts as they are, so that no file can ask for much more memory than it has bytes:
+comes first, then the text of a program as it is, so that no file can ask for much more memory than it has bytes:
 program_KEY   what the compiler returned for a traced program. KEY: hash of the program, the roles, donation and
               shardings of its inputs, slice, compiler options, versions and FORMAT. A trace is the same, byte for byte,
               in every process.
@@ -40,8 +40,6 @@ MOST_BYTES = 2 << 30
 """Most bytes of all entries together. The ones that were not read for the longest time go first."""
 LARGEST_TEXT = 1 << 28
 LARGEST_JSON = 1 << 22
-LONG = 1 << 12
-"""Characters: a field of so many stands beside the JSON."""
 OWN_NAME = re.compile(r"(program|answer)_[0-9a-f]{40}\.json\.gz|aot_tpu_\w+\.writing")
 """Names of this cache's own files. No other file is touched, whatever folder the user names."""
 MOST_FILES = 20_000
@@ -80,16 +78,13 @@ class Cache:
                     return None
                 content = file.read(status.st_size)
             with gzip.open(io.BytesIO(content)) as file:
-                entry, rest = parse_json(file.readline(LARGEST_JSON)), file.read(LARGEST_TEXT + 1)
+                entry, text = parse_json(file.readline(LARGEST_JSON)), file.read(LARGEST_TEXT + 1)
             if not isinstance(entry, dict) or (entry.get("format"), entry.get("name")) != (FORMAT, name):
                 return None
-            lengths = from_json(dict[str, int], entry.get("texts"))
-            if sum(lengths.values()) != len(rest) or min(lengths.values(), default=0) < 0:
+            if len(text) > LARGEST_TEXT:
                 return None
-            values, start = from_json(dict[str, Any], entry.get("values")), 0
-            for field, length in lengths.items():
-                values[field], start = rest[start : start + length].decode(), start + length
-            found = from_json(kind, values)
+            values = from_json(dict[str, Any], entry.get("values"))
+            found = from_json(kind, values | ({"text": text.decode()} if text else {}))
             os.utime(path)  # used just now
             return found
         except (InputError, OSError, EOFError, ValueError, zlib.error):
@@ -98,13 +93,11 @@ class Cache:
     def write(self, name: str, record: Any) -> None:
         """Store a dataclass: a temporary file, then renamed. A full disk loses this entry alone, with a warning."""
         values = dataclasses.asdict(record)
-        texts = {n: values.pop(n).encode() for n, v in list(values.items()) if isinstance(v, str) and len(v) >= LONG}
-        lengths = {field: len(text) for field, text in texts.items()}
-        entry = {"format": FORMAT, "name": name, "texts": lengths, "values": values}
+        text = values.pop("text", "").encode()
+        entry = {"format": FORMAT, "name": name, "values": values}
         aside = None
         try:
-            parts = [json.dumps(entry, default=str).encode(), b"\n", *texts.values()]
-            content = gzip.compress(b"".join(parts), 5, mtime=0)
+            content = gzip.compress(json.dumps(entry, default=str).encode() + b"\n" + text, 5, mtime=0)
             settings = dict(prefix="aot_tpu_", suffix=".writing", delete=False)
             with tempfile.NamedTemporaryFile(dir=self.folder, **settings) as file:
                 aside = Path(file.name)

@@ -1,4 +1,4 @@
-"""Hands a traced step to libtpu's compiler. Every private interface of jax that this needs is in this file."""
+"""Hands a traced step to libtpu's compiler. Private interfaces of jax are here and in newest_child.py alone."""
 
 import contextlib
 import dataclasses
@@ -12,19 +12,17 @@ import time
 from collections.abc import Callable
 
 import jax  # after prepare_environment: jax reads its variables when it is imported
-import numpy as np
 from jax import export
-from jax._src import compiler
 from jax._src.interpreters.mlir import make_ir_context
-from jax.experimental import topologies
-from jax.extend.mlir import hlo_to_stablehlo, ir
-from jaxlib import _jax
-from jaxlib._jax import CompileOptions, DeviceAssignment, DeviceList
+from jax._src.lib import _jax
+from jax.extend.mlir import ir
 
+from tpu_compiler.compile import newest_child
+from tpu_compiler.compile.newest import request_of, slice_of
 from tpu_compiler.compile.traced import Traced
 from tpu_utils.base.errors import OTHERS
 from tpu_utils.base.hardware import GIB, Topology, parse_topology
-from tpu_utils.options.virtual_slice import check_private_interfaces, quiet_libtpu
+from tpu_utils.options.virtual_slice import quiet_libtpu
 
 # removed: PyTorch/XLA records the innermost Python frame, ours while we trace; op_name's scope has the user's line
 OUR_FRAME = re.compile(r' source_file="[^"]*" source_line=\d+(?: source_end_line=\d+)?(?: source_column=\d+)?')
@@ -45,18 +43,9 @@ class Compiled:
 
 
 def compile_only_devices(topology: Topology) -> list:
-    """libtpu's devices of a slice that is not attached: programs can be compiled for them, but not run.
-
-    Sorted by id, as in PyTorch/XLA (pjrt_computation_client.cpp); libtpu lists them host by host. So the first axis of
-    a mesh over all devices is the one that spans slices.
-    """
-    options = dict(topology.hardware.compiler_options)
-    if topology.num_slices > 1:
-        options["num_slices"] = topology.num_slices
-    described = topologies.get_topology_desc(
-        topology.compiler_name, platform="tpu", chips_per_host_bounds=topology.chips_per_host, **options
-    )
-    return sorted(described.devices, key=lambda device: device.id)
+    """libtpu's devices of a slice, in the order of PyTorch/XLA."""
+    quiet_libtpu()
+    return newest_child.compile_only_devices(slice_of(topology))
 
 
 def lower_pallas_for(compile_for: str) -> None:
@@ -65,88 +54,30 @@ def lower_pallas_for(compile_for: str) -> None:
     jax asks the device whether it is a TPU, and how old its compiler is; what it writes is the same for all chips, and
     which one it is, the compiler decides. So a chip that the installed libtpu does not know has v6e's kernels.
     """
-    check_private_interfaces()
-    quiet_libtpu()
     topology = parse_topology(compile_for)
     known = parse_topology("v6e-1") if topology.hardware.newest_only else topology
     jax.config.update("jax_default_device", compile_only_devices(known)[0])
 
 
-def compile_program(traced: Traced, topology: Topology, options: dict[str, str] | None = None) -> Compiled:
-    """Compile for a slice with libtpu. options are compiler options such as {"xla_tpu_...": "true"}.
-
-    Raises jax.errors.JaxRuntimeError with the compiler's message, ValueError when the step was traced for another
-    number of devices than the slice has.
-    """
-    check_private_interfaces()
+def compile_program(traced: Traced, topology: Topology) -> Compiled:
+    """Compile for a slice with libtpu. Raises jax.errors.JaxRuntimeError with the compiler's message."""
     quiet_libtpu()
-    devices = compile_only_devices(topology)[: _devices_needed(traced, topology)]
-    compile_options = _compile_options(traced, devices, options or {})
-    start = time.monotonic()
-    with program_inputs(traced.hlo) as (module, main), progress(f"compiling for {topology.name}"):
-        # the traced program says nothing of aliasing; PyTorch/XLA adds it when it compiles, and so must we
-        donor = {"jax.buffer_donor": ir.BoolAttr.get(True)}
-        arguments = []
-        free = []  # inputs whose sharding the partitioner may choose
-        for attributes, donated, sharding in zip(main.arg_attrs, traced.donated, traced.shardings, strict=True):
-            known = {a.name: a.attr for a in attributes} | (donor if donated else {})
-            free.append(traced.given and "mhlo.sharding" not in known)
-            if traced.partitions > 1 and not traced.given:  # what a real run uploads without a sharding is replicated
-                known.setdefault("mhlo.sharding", ir.StringAttr.get(sharding or "{replicated}"))
-            arguments.append(ir.DictAttr.get(known))
-        main.arg_attrs = ir.ArrayAttr.get(arguments)
-        if any(free):
-            build = compile_options.executable_build_options
-            build.allow_spmd_sharding_propagation_to_parameters = free
-        if traced.shardy and "res_attrs" in main.attributes:  # GSPMD's; those of a scalar alone turn Shardy off
-            del main.attributes["res_attrs"]
-        executable = compiler.backend_compile_and_load(
-            devices[0].client, module, DeviceList(tuple(devices)), compile_options, []
-        )
-    text = executable.hlo_modules()[0].to_string()
-    memory, cost = executable.get_compiled_memory_stats(), executable.cost_analysis()
-    cost = cost[0] if isinstance(cost, list) else cost
-    return Compiled(
-        text=text if traced.given else OUR_FRAME.sub("", text),
-        peak_bytes=memory.peak_memory_in_bytes,
-        argument_bytes=memory.argument_size_in_bytes,
-        output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        temporary_bytes=memory.temp_size_in_bytes,
-        program_bytes=memory.generated_code_size_in_bytes,
-        flops=cost.get("flops", 0.0),
-        seconds=time.monotonic() - start,
-    )
+    with progress(f"compiling for {topology.name}"):
+        executable, figures = newest_child.compile_program(traced.hlo, request_of(traced, topology), {})
+    return compiled_program(traced, executable.hlo_modules()[0].to_string(), figures)
 
 
-def _devices_needed(traced: Traced, topology: Topology) -> int:
-    needed = traced.partitions * traced.replicas
-    if needed not in (1, topology.num_devices):
-        raise ValueError(f"the step was traced for {needed} devices, {topology.name} has {topology.num_devices}")
-    return needed
-
-
-def compile_elsewhere(
-    ask: Callable, traced: Traced, topology: Topology, options: dict[str, str] | None = None, doing: str = "compiling"
-) -> Compiled:
+def compile_elsewhere(ask: Callable, traced: Traced, topology: Topology, doing: str = "compiling") -> Compiled:
     """As compile_program, in a process of its own. ask: compile_there() or plan_program(), which know where."""
-    _devices_needed(traced, topology)
-    request = dict(partitions=traced.partitions, replicas=traced.replicas)
-    request |= dict(donated=traced.donated, shardings=traced.shardings, given=traced.given, shardy=traced.shardy)
-    request |= dict(free_outputs=traced.free_outputs)
     with progress(f"{doing} for {topology.name}"):
-        answer, text = ask(traced.hlo, topology, options or {}, **request)
+        answer, text = ask(traced, topology)
     if "error" in answer:
         raise jax.errors.JaxRuntimeError(answer["error"])
-    figures = {field.name: answer[field.name] for field in dataclasses.fields(Compiled) if field.name != "text"}
+    return compiled_program(traced, text, answer)
+
+
+def compiled_program(traced: Traced, text: str, figures: dict) -> Compiled:
     return Compiled(text=text if traced.given else OUR_FRAME.sub("", text), **figures)
-
-
-@contextlib.contextmanager
-def program_inputs(hlo: bytes):
-    """(module, its entry function) of a serialized program; usable inside the with statement."""
-    with make_ir_context():
-        module = ir.Module.parse(hlo_to_stablehlo(hlo))
-        yield module, next(o for o in module.body.operations if ir.StringAttr(o.attributes["sym_name"]).value == "main")
 
 
 OVERWRITTEN = r"(?:buffer_donor|input_output_alias)=\{(.*?)\s\}"
@@ -155,19 +86,19 @@ UNREADABLE = (*OTHERS, ir.MLIRError, struct.error)
 """What jax raises for a program that it cannot read."""
 
 
-def hlo_of_text(text: str) -> tuple[bytes, str]:
-    """(serialized HloModuleProto, its text) of HLO text. Raises UNREADABLE for another text.
+def hlo_of_text(text: str) -> bytes:
+    """Serialized HloModuleProto of HLO text. Raises UNREADABLE for another text.
 
     What the program says of outputs that overwrite inputs stays in the text alone: Traced.donated has it, and the
     compiler refuses to be told both ways.
     """
     header = text.partition("\n")[0]
     module = _jax.hlo_module_from_text(text.replace(header, re.sub(rf"{OVERWRITTEN},? ?", "", header), 1))
-    return module.as_serialized_hlo_module_proto(), text
+    return module.as_serialized_hlo_module_proto()
 
 
 def hlo_of_stablehlo(content: bytes) -> tuple[bytes, str]:
-    """As hlo_of_text, of StableHLO: text, bytecode, a portable artifact, or what jax.export has serialized."""
+    """(as of hlo_of_text, HLO text) of StableHLO: text, bytecode, a portable artifact, or what jax.export wrote."""
     if content.startswith(b"ML\xefR"):
         content = _jax.mlir.deserialize_portable_artifact(content)
     elif b"\0" in content[:4096]:
@@ -198,24 +129,6 @@ def hlo_of_stablehlo(content: bytes) -> tuple[bytes, str]:
     return computation.as_serialized_hlo_module_proto(), text.replace(",", f",{header}", 1)
 
 
-def _compile_options(traced: Traced, devices: list, options: dict[str, str]) -> CompileOptions:
-    compile_options = CompileOptions()
-    compile_options.num_replicas, compile_options.num_partitions = traced.replicas, traced.partitions
-    compile_options.env_option_overrides = list(options.items())
-    build = compile_options.executable_build_options
-    build.num_replicas, build.num_partitions = traced.replicas, traced.partitions
-    build.use_spmd_partitioning = traced.partitions > 1
-    build.use_shardy_partitioner = traced.shardy
-    build.allow_spmd_sharding_propagation_to_output = list(traced.free_outputs)
-    ids = np.array([d.id for d in devices]).reshape(traced.replicas, traced.partitions)
-    build.device_assignment = DeviceAssignment.create(ids)
-    return compile_options
-
-
-EXPECTED = "GPT-2's 12 layers took two minutes on two quiet cores"
-EXPECTED_PLAN = "Qwen3 8B's 36 unrolled layers took a minute to trace and plan"
-
-
 @contextlib.contextmanager
 def progress(doing: str):
     """Says on stderr what to expect, then that the compiler still works: one moving line on a terminal, else lines,
@@ -227,7 +140,9 @@ def progress(doing: str):
     def tell() -> None:
         wait = 1 if terminal else 10
         if not done.wait(wait):
-            expected = EXPECTED if doing.startswith("compiling") else EXPECTED_PLAN
+            expected = "Qwen3 8B's 36 unrolled layers took a minute to trace and plan"
+            if doing.startswith("compiling"):
+                expected = "GPT-2's 12 layers took two minutes on two quiet cores"
             print(f"{doing}: {expected}", file=sys.stderr, flush=True)
         while not done.wait(wait):
             wait *= 1 if terminal else 2

@@ -4,6 +4,7 @@ torch_xla 2.9.0 pins libtpu 0.0.21. Newer ones understand its programs too, and 
 neither torch nor jax. Programs, requests and answers pass through files, as bytes and JSON.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -13,12 +14,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import venv
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tpu_compiler.compile import cache
 from tpu_compiler.compile.cache import check_owner, is_of_others
+from tpu_compiler.compile.traced import Traced
 from tpu_utils.base.errors import InputError, TrainingError
 from tpu_utils.base.files import read_json
 from tpu_utils.base.hardware import GIB, Topology
@@ -40,8 +44,8 @@ def default_folder() -> Path:
     """One folder for each set of pinned versions. Raises InputError where the requirements file is missing."""
     if not REQUIREMENTS.is_file():
         raise InputError(f"--compiler newest: {REQUIREMENTS} is missing; copy it beside aot_tpu.py")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "tpu_compiler" / f"newest-{hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()[:12]}"
+    pins = hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()[:12]
+    return cache.default_folder().with_name("tpu_compiler") / f"newest-{pins}"
 
 
 def make_environment(folder: Path, say: Callable[[str], None]) -> Path:
@@ -50,37 +54,41 @@ def make_environment(folder: Path, say: Callable[[str], None]) -> Path:
     Raises InputError for a folder of something else, a full disk or too old a Python, NewestError where pip fails.
     """
     folder = check_owner(folder, "a program")
-    if (folder / VERSIONS).is_file():
-        check_contents(folder)
-        environment_versions(folder)
-        return folder
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"{folder} holds something else than a newer compiler; give an empty folder as --compiler_dir")
-    if sys.version_info < (3, 11):
-        raise InputError(f"--compiler newest: {_pins()[0]} needs Python 3.11; found {sys.version.split()[0]}")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(folder.parent).free / GIB
-        if free < NEEDED_GIB:
-            raise InputError(f"{folder.parent} has {free:.1f} GiB free; expected {NEEDED_GIB}; give --compiler_dir")
-        with open(
-            f"{folder}.lock", "a", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o600)
-        ) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be making it: then it is there when we get here
-            if not (folder / VERSIONS).is_file():
-                say(f"making an environment for {', '.join(_pins())} in {folder}: once, {SIZES}")
-                before = os.umask(0o022)  # others write nowhere in it
-                try:
-                    with written_aside(folder) as aside:
-                        _install(aside)
-                        say(index_says(aside))
-                finally:
-                    os.umask(before)
-            check_owner(folder, "a program")
-            check_contents(folder)
-    except OSError as error:
-        raise InputError(f"--compiler newest: {error}; give a folder that can be written as --compiler_dir") from error
+    if not (folder / VERSIONS).is_file():
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise InputError(
+                f"{folder} holds something else than a newer compiler; give an empty folder as --compiler_dir"
+            )
+        if sys.version_info < (3, 11):
+            raise InputError(f"--compiler newest: {_pins()[0]} needs Python 3.11; found {sys.version.split()[0]}")
+        try:
+            _make(folder, say)
+        except OSError as error:
+            raise InputError(
+                f"--compiler newest: {error}; give a folder that can be written as --compiler_dir"
+            ) from error
+        check_owner(folder, "a program")
+    check_contents(folder)
+    environment_versions(folder)
     return folder
+
+
+def _make(folder: Path, say: Callable[[str], None]) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder.parent).free / GIB
+    if free < NEEDED_GIB:
+        raise InputError(f"{folder.parent} has {free:.1f} GiB free; expected {NEEDED_GIB}; give --compiler_dir")
+    with open(f"{folder}.lock", "a", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o600)) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be making it: then it is there when we get here
+        if not (folder / VERSIONS).is_file():
+            say(f"making an environment for {', '.join(_pins())} in {folder}: once, {SIZES}")
+            before = os.umask(0o022)  # others write nowhere in it
+            try:
+                with written_aside(folder) as aside:
+                    _install(aside)
+                    say(index_says(aside))
+            finally:
+                os.umask(before)
 
 
 def check_contents(folder: Path) -> None:
@@ -144,36 +152,48 @@ def child_environment() -> dict[str, str]:
     return LIBTPU_VARIABLES | {name: value for name, value in os.environ.items() if not name.startswith(ours)}
 
 
-def write_request(
-    folder: Path, hlo: bytes, topology: Topology, options: dict[str, str], request: dict[str, Any]
-) -> None:
-    """The files that newest_child.py reads."""
+def slice_of(topology: Topology) -> dict[str, Any]:
+    """What newest_child.py asks libtpu for a slice's devices with."""
     slices = {"num_slices": topology.num_slices} if topology.num_slices > 1 else {}
-    request |= dict(topology=topology.compiler_name, chips_per_host=topology.chips_per_host, options=options)
-    request["slice"] = dict(topology.hardware.compiler_options) | slices
-    (folder / "program.pb").write_bytes(hlo)
-    (folder / "request.json").write_text(json.dumps(request))
+    options = dict(topology.hardware.compiler_options) | slices
+    return dict(topology=topology.compiler_name, chips_per_host=topology.chips_per_host, slice=options)
 
 
-def compile_there(
-    folder: Path, hlo: bytes, topology: Topology, options: dict[str, str], **request: Any
-) -> tuple[dict[str, Any], str]:
-    """(answer, program text) of the newer compiler. answer: {"error": message}, or the numbers of compiling.Compiled.
+def request_of(traced: Traced, topology: Topology) -> dict[str, Any]:
+    """What newest_child.py compiles a program for."""
+    said = ("partitions", "replicas", "donated", "shardings", "given", "shardy", "free_outputs")
+    return slice_of(topology) | {name: getattr(traced, name) for name in said}
 
-    request: partitions, replicas, donated, shardings of the program. Raises NewestError when there is no answer.
-    """
-    with tempfile.TemporaryDirectory() as work:
-        write_request(Path(work), hlo, topology, options, request)
-        command = [str(folder / "bin" / "python"), "-P", str(CHILD), work]
+
+@contextlib.contextmanager
+def asked_child(python: Path, traced: Traced, topology: Topology, until: str = "") -> Iterator[Path]:
+    """The folder in which newest_child.py, run by this Python, has left its answer. until: it is stopped once there is
+    a file of this pattern. Raises NewestError where it left neither."""
+    with tempfile.TemporaryDirectory() as work, Path(work, "said.txt").open("w+") as said:
+        folder = Path(work)
+        (folder / "program.pb").write_bytes(traced.hlo)
+        (folder / "request.json").write_text(json.dumps(request_of(traced, topology)))
+        command = [str(python), "-P", str(CHILD), work]
         try:
-            done = subprocess.run(command, env=child_environment(), capture_output=True, text=True)
+            child = subprocess.Popen(command, env=child_environment(), stdout=subprocess.DEVNULL, stderr=said)
         except OSError as error:
-            raise NewestError(
-                f"the newer compiler does not start: {error}; delete {folder} to make it again"
-            ) from error
-        written = Path(work) / "answer.json"
-        if done.returncode or not written.is_file():
-            print(done.stderr[-2000:], file=sys.stderr)
-            raise NewestError(f"the newer compiler ended with code {done.returncode}; its own message is above")
-        answer = json.loads(written.read_text())
-        return answer, "" if "error" in answer else (Path(work) / "program.txt").read_text()
+            raise NewestError(f"{python} does not start: {error}; delete its environment to make it again") from error
+        try:
+            while child.poll() is None and not (until and any(folder.glob(until))):
+                time.sleep(0.1)
+        finally:
+            child.kill()
+            child.wait()
+        if not (folder / "answer.json").is_file() and not (until and any(folder.glob(until))):
+            said.seek(0)
+            print(said.read()[-2000:], file=sys.stderr)
+            raise NewestError(f"the compiler ended with code {child.returncode}; its own message is above")
+        yield folder
+
+
+def compile_there(python: Path, traced: Traced, topology: Topology) -> tuple[dict[str, Any], str]:
+    """(answer, program text) of another environment's compiler. answer: {"error": message}, or the numbers of
+    compiling.Compiled. Raises NewestError when there is no answer."""
+    with asked_child(python, traced, topology) as folder:
+        answer = json.loads((folder / "answer.json").read_text())
+        return answer, "" if "error" in answer else (folder / "program.txt").read_text()

@@ -7,57 +7,32 @@ which is killed once the plan is written.
 
 import json
 import re
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from tpu_compiler.compile.newest import CHILD, child_environment, write_request
-from tpu_utils.base.errors import TrainingError
+from tpu_compiler.compile.newest import asked_child
+from tpu_compiler.compile.traced import Traced
 from tpu_utils.base.hardware import Topology
 
 PLAN_VARIABLE = "AOT_TPU_PLAN"
 """Set where a plan is asked for."""
 PLAN = ".after_optimizations-buffer-assignment.txt"
-LAST = ".after_optimizations_after_buffer_assignment.txt"
+LAST = ".after_optimizations_after_buffer_assignment.txt"  # of the texts before machine code is made
 CODE_BYTES = 200_000
 """Machine code of a fusion or kernel, at most: four steps of Llama 3 and Qwen3 of 8B, compiled whole by libtpu 0.0.21,
 had 74,000 to 203,000."""
 
 
-def plan_program(
-    python: Path, hlo: bytes, topology: Topology, options: dict[str, str], **request: Any
-) -> tuple[dict[str, Any], str]:
+def plan_program(python: Path, traced: Traced, topology: Topology) -> tuple[dict[str, Any], str]:
     """(answer, program text) as of compile_there(), without prices: {"error": message}, or the numbers of
     compiling.Compiled, of which program_bytes is an estimate and flops 0. python: of the environment with the compiler.
     """
     start = time.monotonic()
-    with tempfile.TemporaryDirectory() as work:
-        folder = Path(work)
-        write_request(folder, hlo, topology, options, request)
-        with (folder / "said.txt").open("w+") as said:
-            child = subprocess.Popen(
-                [str(python), "-P", str(CHILD), work],
-                env=child_environment(),
-                stdout=subprocess.DEVNULL,
-                stderr=said,
-            )
-            try:
-                # libtpu writes this last of those that it writes before it makes code
-                while child.poll() is None and not any(folder.glob(f"dump/*{LAST}")):
-                    time.sleep(0.1)
-            finally:
-                child.kill()
-                child.wait()
-            plan = next(folder.glob(f"dump/*{PLAN}"), None)
-            if plan is None:
-                if (folder / "answer.json").is_file():  # a refusal: what compiles has a plan
-                    return json.loads((folder / "answer.json").read_text()), ""
-                said.seek(0)
-                print(said.read()[-2000:], file=sys.stderr)
-                raise TrainingError(f"the compiler ended with code {child.returncode}; its own message is above")
+    with asked_child(python, traced, topology, f"dump/*{LAST}") as folder:
+        plan = next(folder.glob(f"dump/*{PLAN}"), None)
+        if plan is None:  # a refusal: what compiles has a plan
+            return json.loads((folder / "answer.json").read_text()), ""
         text = plan.with_name(plan.name.replace(PLAN, ".after_optimizations.txt")).read_text()
         numbers = allocated_bytes(plan.read_text())
         kernels = len(re.findall(r"^ +(?:ROOT )?%?[\w.\-]+ = .*? (?:fusion|custom-call)\(", text, re.M))

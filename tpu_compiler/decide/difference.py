@@ -1,7 +1,6 @@
 """Two option sets, or two commits, of a script: what each line costs in the one and in the other."""
 
 import contextlib
-import re
 import shlex
 import subprocess
 import tempfile
@@ -38,15 +37,14 @@ def compare(script: str, topology: str, options: Sequence[str], a: str, b: str) 
     """
     answers = []
     for which, name in (("A", a), ("B", b)):
+        said = f"side {which} of --diff, {name or 'no more options'}"
         with side(script, options, name) as (path, all_options), tempfile.TemporaryDirectory() as folder:
             try:
                 report = compile_script(str(path), topology, all_options, program_dir=folder)
             except ScriptError as error:
-                raise ScriptError(
-                    f"side {which} of --diff, {name or 'no more options'}: {error}", error.exit_code
-                ) from None
+                raise ScriptError(f"{said}: {error}", error.exit_code) from None
             if not report.compiles:
-                raise ScriptError(f"side {which} of --diff, {name or 'no more options'}: {report.reason}", 1)
+                raise ScriptError(f"{said}: {report.reason}", 1)
             (text,) = (file.read_text() for file in Path(folder).iterdir())
             answers.append((report, text))
     return format_difference((a or "(as given)", b or "(as given)"), *answers)
@@ -112,21 +110,20 @@ def format_difference(names: tuple[str, str], a: tuple[Report, str], b: tuple[Re
     cycles = [{line: c / clock / 1e6 for line, c in read_cycles(p)[0].items()} for p in programs]
     lines += table("milliseconds by source line", *cycles, ".3f")
     sent = [collectives_by_line(p, r.devices) for p, r in zip(programs, reports, strict=True)]
-    counts = [{name: count for name, (count, _) in found.items()} for found in sent]
-    bytes_sent = [{name: size / 1e6 for name, (_, size) in found.items()} for found in sent]
+    counts, bytes_sent = zip(*sent, strict=True)
     lines += table("collectives by source line, how many", *counts, "d")
     lines += table("MB a device sends for them, at least", *bytes_sent, ".1f")
     return "\n".join([*lines, f"milliseconds of a step: {LABEL}", f"by source line: {ESTIMATE_LABEL}"])
 
 
-def collectives_by_line(computations: dict, devices: int) -> dict[str, tuple[int, float]]:
-    """{'all-reduce, gpt.py:12 backward': (count, bytes a device sends)} of one step."""
-    counts, sizes = Counter(), Counter()
+def collectives_by_line(computations: dict, devices: int) -> tuple[Counter, Counter]:
+    """({'all-reduce, gpt.py:12 backward': count}, {the same: MB a device sends}) of one step."""
+    counts, megabytes = Counter(), Counter()
     for operation, kind, count, _, sent in list_collectives(computations, devices):
         name = f"{kind}, {source_of(operation)}"
         counts[name] += count
-        sizes[name] += count * sent
-    return {name: (counts[name], sizes[name]) for name in counts}
+        megabytes[name] += count * sent / 1e6
+    return counts, megabytes
 
 
 def table(title: str, a: dict[str, float], b: dict[str, float], form: str) -> list[str]:
@@ -143,12 +140,8 @@ def table(title: str, a: dict[str, float], b: dict[str, float], form: str) -> li
     text = [[name, shown(x), shown(y), format(y - x, "+" + form)] for name, x, y in kept]
     text.insert(0, [title, "A", "B", "B - A"])
     widths = [max(len(row[i]) for row in text) for i in range(4)]
-    lines = [
-        re.sub(
-            " +$",
-            "",
-            row[0].ljust(widths[0]) + "".join(f"  {c:>{w}}" for c, w in zip(row[1:], widths[1:], strict=True)),
-        )
-        for row in text
-    ]
+    lines = []
+    for name, *columns in text:
+        aligned = [f"  {column:>{width}}" for column, width in zip(columns, widths[1:], strict=True)]
+        lines.append("".join([name.ljust(widths[0]), *aligned]).rstrip())
     return [*lines, ""]

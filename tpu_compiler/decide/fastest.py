@@ -35,6 +35,7 @@ WHOLE_LAYERS = (0, 4, 8, 16, 24)
 FIELDS = ("attention", "compiler_options", "gradient_accumulation_steps", "remat", "remat_keep", "remat_all_but")
 FIELDS += ("offload", "loss_parts", "mesh", "shard_parameters", "windowed_einsum", "scan_layers", "global_batch_size")
 """All that candidates() may try."""
+WITHOUT_BATCH = tuple(name for name in FIELDS if name != "global_batch_size")
 KEPT = ("inputs", "attention", "projections", "residual", "products")
 """Values of --remat_keep, each with those before it."""
 WITH_REMAT = ("remat_keep", "remat_all_but", "offload")
@@ -47,8 +48,8 @@ WORTH_A_PLAN = 60.0
 """Seconds of a compile from which on a plan comes first."""
 PLANNED_MORE = 1.02
 """A plan's memory over the compiled program's, at most: of four programs of 8B."""
-Compile = Callable[[list[str], float], Report]
-"""(options, seconds it may take) -> report. Raises ScriptError."""
+Compile = Callable[..., Report]
+"""(options, seconds=it may take) -> report. Raises ScriptError."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +120,7 @@ def with_change(options: Sequence[str], name: str, value: Any) -> list[str]:
     return [*kept, f"--{name}={value}"]
 
 
-def candidates(settings: dict, devices: int, vary_batch: bool) -> list[tuple[str, list]]:
+def candidates(settings: dict, devices: int) -> list[tuple[str, list]]:
     """Fields of the script that are worth trying, with their values, in the order in which they are tried."""
     found: list[tuple[str, list]] = []
     if settings.get("attention") in ("plain", "flash"):
@@ -159,7 +160,7 @@ def candidates(settings: dict, devices: int, vary_batch: bool) -> list[tuple[str
         found.append(("windowed_einsum", [False]))
     if isinstance(settings.get("scan_layers"), bool):
         found.append(("scan_layers", [False, True]))
-    if vary_batch and isinstance(batch, int):
+    if isinstance(batch, int):
         found.append(("global_batch_size", [batch, batch * 2, batch * 4, *([batch // 2] if batch % 2 == 0 else [])]))
     return found
 
@@ -200,7 +201,7 @@ class Search:
         self.spent = self.longest = 0.0  # seconds of compiling; a cached answer counts its original time
         self.ended = ""
 
-    def run(self, vary_batch: bool = False, only: Sequence[str] = FIELDS) -> Trial | None:
+    def run(self, only: Sequence[str] = WITHOUT_BATCH) -> Trial | None:
         """The fastest setting that fits, or None. Coordinate descent: changes one field of `only` of the best setting
         (before one fits, of that with the least memory) at a time, until a round improves nothing or the time is over;
         OF_A_LAYER last. Raises ScriptError if the script itself fails."""
@@ -208,7 +209,7 @@ class Search:
         if first.report is None:
             raise ScriptError(f"the script's own setting: {first.said}", 2 if "refused" in first.said else 1)
         settings, devices = first.report.settings, first.report.devices
-        tried = [(name, values) for name, values in candidates(settings, devices, vary_batch) if name in only]
+        tried = [(name, values) for name, values in candidates(settings, devices) if name in only]
         if not tried:
             self.ended = f"on {devices} device(s) the script has none of the options to try: {', '.join(only)}"
         in_a_loop = [(name, values) for name, values in tried if name != "scan_layers"]
@@ -251,7 +252,7 @@ class Search:
                 if why := self.planned_out(options):
                     took, trial = time.monotonic() - start, dataclasses.replace(trial, said=f"not compiled: {why}")
                 else:
-                    report = self.compile_it(options, max(1.0, self.seconds - self.spent))
+                    report = self.compile_it(options, seconds=max(1.0, self.seconds - self.spent))
                     took = report.asked_seconds if report.from_cache else time.monotonic() - start
                     trial = dataclasses.replace(trial, report=report, said=report.reason)
             except OutOfTimeError as error:
@@ -285,7 +286,7 @@ class Search:
     def plan(self, options: list[str]) -> Report:
         key = " ".join(options)
         if key not in self.plans:
-            self.plans[key] = self.plan_it(options, max(1.0, self.seconds - self.spent))
+            self.plans[key] = self.plan_it(options, seconds=max(1.0, self.seconds - self.spent))
         return self.plans[key]
 
     def ruled_out(self, changes: dict, settings: dict) -> str:
@@ -300,13 +301,6 @@ class Search:
             unrolled = now != then and {n: v for n, v in now.items() if then.get(n) != v}.keys() == {"scan_layers"}
             if unrolled and r.peak_bytes > (1 + EQUAL) * r.limit_bytes:
                 return f"{trial.words} needs {r.peak_bytes / GIB:.1f} GiB, and it about as much"
-            same = {n: v for n, v in now.items() if n != "gradient_accumulation_steps"}
-            parts, parts_then = now.get("gradient_accumulation_steps"), then.get("gradient_accumulation_steps")
-            if parts and parts_then and parts < parts_then and all(then.get(n) == v for n, v in same.items()):
-                activations = r.memory.get("activations", 0)
-                guess = r.peak_bytes + 0.7 * activations * (parts_then / parts - 1)
-                if guess > r.limit_bytes:
-                    return f"{guess / GIB:.1f} GiB or more by the activations of {trial.words}"
         return ""
 
     def line(self, trial: Trial) -> str:

@@ -69,36 +69,20 @@ def draw(reports: Sequence[Report], path: Path) -> None:
 
 
 def draw_roofline(axes, reports: Sequence[Report]) -> None:
-    points = [
-        (r.flops_per_device / max(r.moved_bytes, 1), r.flops_per_device / (bounds(r)["predicted"] / 1e3))
-        for r in reports
-    ]
-    kinds = list(dict.fromkeys(parse_topology(r.topology).generation for r in reports))
-    ridges = []
-    for r in reports:
-        hardware = parse_topology(r.topology).hardware
-        ridges.append(hardware.bf16_tflops * 1e3 / hardware.memory_gb_per_s)
-    low = min(min(p[0] for p in points), *ridges) / 4
-    high = max(max(p[0] for p in points), *ridges) * 8
-    for index, kind in enumerate(kinds):
-        hardware = next(
-            parse_topology(r.topology).hardware for r in reports if parse_topology(r.topology).generation == kind
-        )
-        peak, bandwidth = (x / hardware.devices_per_chip for x in (hardware.bf16_tflops, hardware.memory_gb_per_s))
-        ridge = peak * 1e3 / bandwidth
+    colours: dict[str, str] = {}
+    points = [(r.flops_per_device / max(r.moved_bytes, 1), r.flops_per_device / r.predicted_ms / 1e9) for r in reports]
+    hardware = {parse_topology(r.topology).generation: parse_topology(r.topology).hardware for r in reports}
+    ridges = [chip.bf16_tflops * 1e3 / chip.memory_gb_per_s for chip in hardware.values()]
+    low = min(*ridges, *(x for x, _ in points)) / 4
+    high = max(*ridges, *(x for x, _ in points)) * 8
+    for (kind, chip), ridge in zip(hardware.items(), ridges, strict=True):
+        peak, bandwidth = (x / chip.devices_per_chip for x in (chip.bf16_tflops, chip.memory_gb_per_s))
         label = f"{kind}: {peak:g} TFLOP/s, {bandwidth:g} GB/s"
-        axes.plot([low, ridge, high], [low * bandwidth / 1e3, peak, peak], color=f"C{index}", label=label)
-    for index, (r, (x, y)) in enumerate(zip(reports, points, strict=True)):
-        colour = f"C{kinds.index(parse_topology(r.topology).generation)}"
-        axes.plot(
-            [x],
-            [y / 1e12],
-            "os^Dv<>P"[index % 8],
-            color=colour,
-            markeredgecolor="black",
-            label=r.topology,
-            linestyle="none",
-        )
+        colours[kind] = f"C{len(colours)}"
+        axes.plot([low, ridge, high], [low * bandwidth / 1e3, peak, peak], color=colours[kind], label=label)
+    for marker, r, (x, y) in zip("os^Dv<>P" * len(reports), reports, points, strict=False):
+        colour = colours[parse_topology(r.topology).generation]
+        axes.plot([x], [y], marker, color=colour, markeredgecolor="black", label=r.topology, linestyle="none")
     axes.set(xscale="log", yscale="log", xlabel="FLOPs per byte of memory traffic", ylabel="TFLOP/s of a device")
     axes.set_title("roofline", fontsize=10)
     axes.grid(alpha=0.3, which="both")
@@ -125,15 +109,9 @@ def draw_scaling(axes, scaling: dict[str, list[tuple[int, float]]]) -> None:
     counts = sorted({n for points in scaling.values() for n, _ in points})
     for index, (name, points) in enumerate(scaling.items()):
         axes.plot([n for n, _ in points], [100 * e for _, e in points], "o-", color=f"C{index}", label=name)
+        beside = dict(xytext=(0, 6 if index % 2 == 0 else -14), textcoords="offset points", ha="center", fontsize=8)
         for n, e in points[1:]:
-            axes.annotate(
-                f"{e:.0%}",
-                (n, 100 * e),
-                xytext=(0, 6 if index % 2 == 0 else -14),
-                textcoords="offset points",
-                ha="center",
-                fontsize=8,
-            )
+            axes.annotate(f"{e:.0%}", (n, 100 * e), **beside)
     axes.axhline(100, color="black", linewidth=0.8, linestyle=":")
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [str(n) for n in counts])

@@ -79,12 +79,14 @@ def compile_script(
     program_dir: str | None = None,
     seconds: float | None = None,
     planned: bool = False,
+    afresh: bool = False,
 ) -> Report:
     """compile_afresh(), or its report from the cache. With program_dir the script traces again, because a cached report
-    has no program text; the compile itself may still come from the cache. planned: not compiled, in seconds."""
+    has no program text; the compile itself may still come from the cache. planned: not compiled, in seconds. afresh:
+    not from the cache. Raises OutOfTimeError when it takes more than so many seconds."""
     cache = cache_of_environment()
     planned |= bool(os.environ.get(PLAN_VARIABLE))
-    key = question_key(script, topology, options) if cache and not program_dir else None
+    key = question_key(script, topology, options) if cache and not program_dir and not afresh else None
     kept = cache.read(key, Answer) if key else None
     if kept and all(state_of(text) == state for text, state in kept.watched.items()):
         if kept.report:
@@ -93,7 +95,7 @@ def compile_script(
             raise OutOfTimeError(f"{script} for {topology} did not come to an answer in {kept.seconds:.0f} s before", 1)
     start = time.monotonic()
     try:
-        report = compile_afresh(script, topology, options, program_dir, seconds, planned)
+        report, text = compile_afresh(script, topology, options, seconds, planned)
     except subprocess.TimeoutExpired as error:
         if key:
             cache.write(key, Answer(None, seconds, watched({}, options)))
@@ -101,19 +103,18 @@ def compile_script(
     report = dataclasses.replace(report, asked_seconds=time.monotonic() - start)
     if key and report.memory and not planned:  # a refusal for another reason than memory is not kept
         cache.write(key, Answer(report, report.asked_seconds, watched(report.settings, options)))
+    if program_dir and text:
+        Path(program_dir).mkdir(parents=True, exist_ok=True)
+        name = f"{Path(script).stem}_{topology.replace(':', '_')}.txt"
+        write_atomically(Path(program_dir, name), text.encode())
     return report
 
 
 def compile_afresh(
-    script: str,
-    topology: str,
-    options: Sequence[str],
-    program_dir: str | None = None,
-    seconds: float | None = None,
-    planned: bool = False,
-) -> Report:
-    """Run a training script up to its first step for one slice. Raises ScriptError when it does not get there, and
-    subprocess.TimeoutExpired when it takes more than so many seconds."""
+    script: str, topology: str, options: Sequence[str], seconds: float | None, planned: bool
+) -> tuple[Report, str]:
+    """Run a training script up to its first step for one slice: (report, program text). Raises ScriptError when it does
+    not get there, and subprocess.TimeoutExpired when it takes more than so many seconds."""
     with tempfile.TemporaryDirectory() as folder:
         command = ["-m", "tpu_compiler.of_script", script, *with_option(options, "compile_for", topology)]
         asked = {PLAN_VARIABLE: "1"} if planned else {}
@@ -123,7 +124,11 @@ def compile_afresh(
             if code < 0:
                 cause = f"was killed by signal {-code} (9 is out of host memory, 6 an abort in the compiler)"
             elif code == 0:
-                raise ScriptError(f"{script} ended without asking to compile a step: is it a training script?", 2)
+                raise ScriptError(
+                    f"{script} ended without asking to compile a step; expected a training script, or {script}:NAME of "
+                    "a class or a function in it that returns a module",
+                    2,
+                )
             else:
                 cause = f"ended with code {code} before its first step; its own message is above"
             raise ScriptError(f"{script} for {topology} {cause}", 2 if code == 2 else 1)
@@ -135,12 +140,7 @@ def compile_afresh(
                 "its slice from --compile_for",
                 2,
             )
-        text = Path(folder, "program.txt").read_text()
-        if program_dir and text:
-            Path(program_dir).mkdir(parents=True, exist_ok=True)
-            name = f"{Path(script).stem}_{topology.replace(':', '_')}.txt"
-            write_atomically(Path(program_dir, name), text.encode())
-        return report
+        return report, Path(folder, "program.txt").read_text()
 
 
 def batch_increment(r: Report) -> int:
@@ -180,13 +180,10 @@ def fit(
         return r.fits
 
     unit = batch_increment(first) if field == "global_batch_size" else 1
-    low, high = (value, 0) if fits(value) else (0, value)
-    while not high:
-        low, high = (value := value * 2, 0) if fits(value * 2) else (low, value * 2)
-    while not low and high > unit:
-        value = max(unit, high // 2 // unit * unit)
-        low, high = (value, high) if fits(value) else (0, value)
-    while low and high - low > unit:
+    low, high = 0, value
+    while fits(high):
+        low, high = high, high * 2
+    while high - low > unit:
         middle = (low + high) // 2 // unit * unit
         low, high = (middle, high) if fits(middle) else (low, middle)
     if low and high not in tried:

@@ -1,10 +1,8 @@
 """What a search came to: a table of the settings, the slices with what a run costs on them, the command to run."""
 
-import dataclasses
+import contextlib
 import math
 import shlex
-import subprocess
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -12,6 +10,7 @@ from tpu_compiler.decide.fastest import (
     EQUAL,
     FIELDS,
     LABEL,
+    WITHOUT_BATCH,
     Search,
     Trial,
     examples_per_step,
@@ -19,45 +18,42 @@ from tpu_compiler.decide.fastest import (
     ms_per_example,
     step_ms,
 )
-from tpu_compiler.decide.search import OutOfTimeError, compile_afresh, compile_script, option_name
+from tpu_compiler.decide.search import compile_script, option_name
 from tpu_compiler.estimate.report import ERROR, PLAN_ERROR, PLANNED, ROOFLINE, Report, markdown
 from tpu_utils.base.hardware import GENERATIONS, GIB, parse_topology
 
 
-def parse_prices(texts: Sequence[str]) -> dict[str, float]:
-    """['v5e=1.20', 'v6e=2.70'] -> {generation: price of a chip for an hour}. Raises ValueError for anything else."""
+def above_zero(text: str) -> float | None:
+    """The finite number above 0 that a text is; None for another text."""
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    return None
+
+
+def parse_prices(texts: Sequence[str], topologies: Sequence[str]) -> dict[str, float]:
+    """['v5e=1.20', 'v6e=2.70'] -> {generation: price of a chip for an hour}. Raises ValueError for anything else, and
+    where there are prices, and none for a chip of these slices."""
     prices = {}
     for text in texts:
         name, _, number = text.partition("=")
-        try:
-            price = float(number)
-        except ValueError:
-            price = math.nan
-        if name not in GENERATIONS or not 0 < price < math.inf:
+        if name not in GENERATIONS or not (price := above_zero(number)):
             raise ValueError(
                 f"--price is {text!r:.60}; expected a chip's price for an hour, such as v5e=1.20, with one of "
                 f"{', '.join(GENERATIONS)}"
             )
         prices[name] = price
-    return prices
-
-
-def check_prices(prices: dict[str, float], topologies: Sequence[str]) -> None:
-    """Raises ValueError where there are prices, and none for a chip of these slices."""
     chips = {parse_topology(name).generation for name in topologies}
     if prices and (missing := sorted(chips - prices.keys())):
         raise ValueError(
             f"--price says nothing of {', '.join(missing)}; expected the price of each kind of chip asked for"
         )
+    return prices
 
 
 def parse_tokens(text: str) -> float:
     """'10e9' -> 1e10. Raises ValueError for what is no number above 0."""
-    try:
-        count = float(text)
-    except ValueError:
-        count = math.nan
-    if not 0 < count < math.inf:
+    if not (count := above_zero(text)):
         raise ValueError(f"--tokens is {text!r:.60}; expected how many the run is to see, such as 10e9")
     return count
 
@@ -67,74 +63,63 @@ def parse_only(text: str | None, vary_batch: bool, planned: bool = False) -> tup
 
     planned: not compiler_options, because a plan has no price for on-chip memory.
     """
-    fields = tuple(name for name in FIELDS if not (planned and name == "compiler_options"))
-    names = fields if text is None else tuple(text.split(","))
-    known = [name for name in fields if vary_batch or name != "global_batch_size"]
-    if unknown := [name for name in names if name not in known and text is not None]:
+    fields = FIELDS if vary_batch else WITHOUT_BATCH
+    known = tuple(name for name in fields if not (planned and name == "compiler_options"))
+    names = known if text is None else tuple(text.split(","))
+    if unknown := [name for name in names if name not in known]:
         more = "" if vary_batch else "; with --vary_batch also global_batch_size"
         raise ValueError(f"--only says {unknown[0]!r:.60}; expected of {', '.join(known)}, with commas between{more}")
     return names
 
 
-@dataclasses.dataclass(frozen=True)
-class Terms:
-    """What a search may change, how long it may take, and what the run is to see and pay."""
-
-    prices: dict[str, float]  # a chip for an hour, by generation; empty: not given
-    tokens: float | None
-    only: Sequence[str]  # fields that may change
-    vary_batch: bool
-    minutes: float
-    planned: bool = False  # settings are planned and not compiled
-
-
-def decide(
-    script: str, topologies: Sequence[str], options: Sequence[str], say: Callable[[str], None], terms: Terms
-) -> list[Report]:
-    """Search on each slice and print what was tried, the slices side by side and, last, the command to run.
-
-    Returns the report of the best setting of each slice on which one fits. Raises ValueError for wrong usage.
-    """
-    if not 0 < terms.minutes < math.inf:
-        raise ValueError(f"--minutes is {terms.minutes}; expected more than 0")
-    check_prices(terms.prices, topologies)
-    tokens = terms.tokens or (1e9 if terms.prices else None)
-    best, left = {}, terms.minutes * 60
+def search_slices(
+    script: str,
+    topologies: Sequence[str],
+    options: Sequence[str],
+    say: Callable[[str], None],
+    only: Sequence[str],
+    minutes: float,
+    planned: bool,
+) -> dict[str, Trial | None]:
+    """The best setting of each slice, None where none fits; what was tried is said. only: the fields that may change.
+    minutes: for all slices together. planned: settings are not compiled. Raises ValueError for wrong usage."""
+    if not 0 < minutes < math.inf:
+        raise ValueError(f"--minutes is {minutes}; expected more than 0")
+    best, left = {}, minutes * 60
     for place, topology in enumerate(topologies):
         say(f"{topology}: searching; each line is one setting, in milliseconds a step")
-        plan = partial(plan_script, script, topology)
-        ask = plan if terms.planned else partial(ask_script, script, topology)
-        found = Search(ask, options, say, left / (len(topologies) - place), None if terms.planned else plan)
-        best[topology] = found.run(terms.vary_batch, terms.only)
+        # a kept compile would not do as a plan: its price is another than a roofline's
+        plan = partial(compile_script, script, topology, planned=True, afresh=True)
+        ask = plan if planned else partial(compile_script, script, topology)
+        found = Search(ask, options, say, left / (len(topologies) - place), None if planned else plan)
+        best[topology] = found.run(only)
         left -= found.spent
         fresh = [trial.report for trial in found.trials if trial.report and not trial.report.from_cache]
         ended = f"; {found.ended}" if found.ended else ""
-        done = "planned" if terms.planned else "compiled"
+        done = "planned" if planned else "compiled"
         say(f"{topology}: {len(found.trials)} settings, {len(fresh)} {done} now{ended}")
         say(format_trials(found.trials, best[topology]))
+    return best
+
+
+def conclude(
+    script: str,
+    best: dict[str, Trial | None],
+    say: Callable[[str], None],
+    prices: dict[str, float],
+    tokens: float | None,
+) -> list[Report]:
+    """Say the slices side by side and, last, the command to run. Returns the reports of the settings that fit."""
+    tokens = tokens or (1e9 if prices else None)
     fitting = {name: trial for name, trial in best.items() if trial}
-    if len(topologies) > 1 or tokens:
-        say(format_slices(best, tokens, terms.prices))
+    if len(best) > 1 or tokens:
+        say(format_slices(best, tokens, prices))
     for name, trial in fitting.items():
         from_scratch = "model_config" in map(option_name, trial.options)
         hint = " (to fine-tune, --initial_weights FOLDER in place of --model_config)" if from_scratch else ""
         say(f"{name if len(fitting) > 1 else 'to run it'}{hint}:")
         say(command_of(script, trial))
     return [trial.report for trial in fitting.values()]
-
-
-def ask_script(script: str, topology: str, options: Sequence[str], seconds: float) -> Report:
-    return compile_script(script, topology, options, seconds=seconds)
-
-
-def plan_script(script: str, topology: str, options: Sequence[str], seconds: float) -> Report:
-    """The plan of a setting. A kept compile would not do: its price is another than a roofline's."""
-    start = time.monotonic()
-    try:
-        report = compile_afresh(script, topology, options, seconds=seconds, planned=True)
-        return dataclasses.replace(report, asked_seconds=time.monotonic() - start)
-    except subprocess.TimeoutExpired as error:
-        raise OutOfTimeError(f"{script} for {topology} was not planned in {seconds:.0f} s", 1) from error
 
 
 def format_trials(trials: Sequence[Trial], best: Trial | None) -> str:
@@ -174,21 +159,17 @@ def format_slices(best: dict[str, Trial | None], tokens: float | None, prices: d
         if trial is not None:
             topology, r = parse_topology(name), trial.report
             rate = examples_per_step(r) / (step_ms(r) / 1e3)
-            chips = topology.num_chips
             hours = tokens / rate / 3600 if tokens else None
             price = prices.get(topology.generation)
-            cost = hours * chips * price if hours and price else None
-            found.append((cost if cost is not None else hours or 1 / rate, name, chips, rate, hours, cost, trial, r))
+            cost = hours * topology.num_chips * price if hours and price else None
+            row = [name, str(topology.num_chips), f"{rate:,.0f}"]
+            row += [f"{value:,.2f}" for value in (hours, cost) if value is not None]
+            found.append((cost if cost is not None else 1 / rate, [*row, trial.words]))
     if not found:
         return "no setting fits on any of these slices"
-    found.sort(key=lambda row: row[:2])
-    unit = found[0][-1].unit
-    header = ["slice", "chips", f"{unit}/s", *(["hours"] if tokens else [])]
-    rows = [header + (["cost"] if prices and tokens else []) + ["setting"]]
-    for _, name, chips, rate, hours, cost, trial, _ in found:
-        row = [name, str(chips), f"{rate:,.0f}"] + ([f"{hours:,.2f}"] if tokens else [])
-        rows.append([*row, *([f"{cost:,.2f}"] if cost is not None else []), trial.words])
-    lines = markdown(rows)
+    unit = next(trial.report.unit for trial in best.values() if trial)
+    header = ["slice", "chips", f"{unit}/s", *["hours"] * bool(tokens), *["cost"] * bool(tokens and prices), "setting"]
+    lines = markdown([header, *(row for _, row in sorted(found))])
     lines += [f"{name}: no setting fits" for name, trial in best.items() if trial is None]
     if tokens:
         said = ", ".join(f"{name} {price:g}" for name, price in prices.items())

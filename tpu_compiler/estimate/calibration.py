@@ -56,17 +56,15 @@ def read_calibration(path: Path) -> Calibration:
         )
     if found.get("format") != FORMAT or not isinstance(versions, dict) or not isinstance(ratios, dict):
         raise InputError(f"{path} is not {expected}: expected format {FORMAT}, machine with versions, and ratios")
-    chip = machine.get("chip")
-    libtpu = versions.get("libtpu")
-    devices = machine.get("num_devices")
+    chip, libtpu, devices = machine.get("chip"), versions.get("libtpu"), machine.get("num_devices")
+    wrong = ""
     if not all(isinstance(text, str) and len(text) <= 40 and text.isprintable() for text in (chip, libtpu)):
-        raise InputError(
-            f"{path} is not {expected}: chip is {chip!r:.50} and libtpu {libtpu!r:.50}; expected short names"
-        )
+        wrong = f"chip is {chip!r:.50} and libtpu {libtpu!r:.50}; expected short names"
     if type(devices) is not int or not 0 < devices < 2**20:
-        raise InputError(f"{path} is not {expected}: num_devices is {devices!r:.50}; expected a whole number above 0")
+        wrong = f"num_devices is {devices!r:.50}; expected a whole number above 0"
     for name, ratio in ratios.items():
         if type(ratio) not in (int, float) or not 0 < ratio < MOST:
-            found = f"ratio of {name!r:.50} is {ratio!r:.50}"
-            raise InputError(f"{path} is not {expected}: {found}; expected one above 0 and below {MOST:g}")
+            wrong = f"ratio of {name!r:.50} is {ratio!r:.50}; expected one above 0 and below {MOST:g}"
+    if wrong:
+        raise InputError(f"{path} is not {expected}: {wrong}")
     return Calibration(chip, libtpu, devices, ratios)

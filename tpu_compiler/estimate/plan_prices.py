@@ -8,7 +8,7 @@ import re
 from functools import cache
 
 from tpu_compiler.estimate.reading import COLLECTIVES, Operation, called_by, collectives_in, parse_program, scheduled
-from tpu_compiler.estimate.rules import bytes_moved, flash_seconds, host_bytes
+from tpu_compiler.estimate.rules import bytes_moved, dimensions, flash_seconds, host_bytes
 from tpu_utils.base.hardware import Topology
 
 MATRIX_SHARE = 0.80
@@ -44,7 +44,8 @@ def with_prices(text: str, topology: Topology) -> str:
     """A planned program with an estimate in every operation that a compiled one has an estimate in."""
     computations = parse_program(text)
     bandwidth = MEMORY_SHARE * topology.hardware.memory_gb_per_s * 1e9
-    ahead = set().union(*(beside(operations, computations) for operations in computations.values()))
+    starts = [o for operations in computations.values() for o in operations if o.kind == "async-start"]
+    ahead = {called for start in starts for called, _ in called_by(start, computations)}  # runs beside the rest
     prices = {True: {}, False: {}}  # of what is read ahead, slices brought on the chip mostly, and of the rest
     step = {True: 0.0, False: 0.0}
     needed = 0.0
@@ -62,12 +63,6 @@ def with_prices(text: str, topology: Topology) -> str:
         f'{line}, backend_config={{"estimated_cycles":"{prices[line]}"}}' if line in prices else line
         for line in text.splitlines()
     )
-
-
-def beside(operations: list[Operation], computations: dict[str, list[Operation]]) -> set[str]:
-    """Computations that operations start to run beside them."""
-    starts = [operation for operation in operations if operation.kind == "async-start"]
-    return {called for start in starts for called, _ in called_by(start, computations)}
 
 
 def seconds_of(
@@ -104,7 +99,7 @@ def convolution_flops(operation: Operation, types: dict[str, str]) -> float:
     """Two for each multiplication. Padding and the holes of a dilation are none: a batched product is a window over
     the batch in which one place holds a number."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", operation.line)
-    shapes = [sizes_of(types.get(name, "")) for name in operation.operands[:2]] + [sizes_of(operation.type)]
+    shapes = [dimensions(types.get(name, "")) for name in operation.operands[:2]] + [dimensions(operation.type)]
     if not labels or not all(shapes):
         return 0.0
     pairs = zip(labels.groups(), shapes, strict=True)
@@ -126,8 +121,3 @@ def met(inputs: int, outputs: int, kernel: int, stride: int, base: int, step: in
     """Pairs of a place of the output and one of the kernel that meet a number, along one axis."""
     places = (out * stride - padding + one * step for out in range(outputs) for one in range(kernel))
     return sum(place % base == 0 and 0 <= place // base < inputs for place in places)
-
-
-def sizes_of(shape: str) -> list[int]:
-    found = re.match(r"\w+\[([\d,]+)\]", shape)
-    return [int(size) for size in found[1].split(",")] if found else []

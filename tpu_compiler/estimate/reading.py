@@ -177,7 +177,7 @@ def list_collectives(
     times, seen = _times_run(computations), {}
     for computation, operations in computations.items():
         for operation in operations:
-            kind = operation.kind.removesuffix("-start")
+            kind = operation.base
             if kind not in COLLECTIVES or not times[computation]:
                 continue
             sizes = [size for size in shape_bytes(operation.type, padded=False) if size]
@@ -219,11 +219,15 @@ def read_collectives(computations: dict[str, list[Operation]], num_devices: int)
     """{kind: {"count", "bytes", "sent_bytes"}} of one step and one device, as list_collectives finds them."""
     totals: dict[str, dict[str, float]] = {}
     for _, kind, count, size, sent in list_collectives(computations, num_devices):
-        total = totals.setdefault(kind, {"count": 0, "bytes": 0, "sent_bytes": 0})
-        total["count"] += count
-        total["bytes"] += count * size
-        total["sent_bytes"] += count * sent
+        add_up(totals, kind, count, size, sent)
     return totals
+
+
+def add_up(totals: dict[str, dict[str, float]], kind: str, count: int, size: float, sent: float) -> None:
+    total = totals.setdefault(kind, {"count": 0, "bytes": 0, "sent_bytes": 0})
+    total["count"] += count
+    total["bytes"] += count * size
+    total["sent_bytes"] += count * sent
 
 
 def read_slice_transfers(computations: dict[str, list[Operation]], num_slices: int) -> dict[str, dict[str, float]]:
@@ -233,11 +237,11 @@ def read_slice_transfers(computations: dict[str, list[Operation]], num_slices: i
     collective it is a part of and the devices it goes to, one in each slice. What read_collectives finds stays inside
     a slice. bytes is what is handed to the network; sent_bytes is the least that has to leave the device for it.
     """
-    times, totals = _times_run(computations), {}
-    for computation, operations in computations.items():
+    totals: dict[str, dict[str, float]] = {}
+    for _, times, operations in scheduled(computations):
         for operation in operations:
             kind = operation.kind == "send" and operation.find(r'_xla_megascale_transfer_type="(\w+)"')
-            if not kind or not times[computation]:
+            if not kind:
                 continue
             size = shape_bytes(operation.type, padded=False)[0]
             # {{100000,200000},...}: numbers of devices, one group after the other; "{1,2}x{0:3}": slices x devices
@@ -245,10 +249,7 @@ def read_slice_transfers(computations: dict[str, list[Operation]], num_slices: i
             bounds = [[int(n) for n in part.split(":")] for part in target.split(",") if part]
             slices = sum(part[-1] - part[0] + 1 for part in bounds) or num_slices
             name, share = MEGASCALE.get(kind, (kind.lower().replace("_", "-"), lambda slices: 1.0))
-            total = totals.setdefault(name, {"count": 0, "bytes": 0, "sent_bytes": 0})
-            total["count"] += times[computation]
-            total["bytes"] += times[computation] * size
-            total["sent_bytes"] += times[computation] * size * share(slices)
+            add_up(totals, name, times, size, size * share(slices))
     return totals
 
 
@@ -316,14 +317,11 @@ def read_modules(computations: dict[str, list[Operation]]) -> Counter:
     An operation counts for the innermost module that was running. What none caused (the loss, the optimizer, what the
     compiler adds) is left out.
     """
-    times = _times_run(computations)
-    nested = _nested(computations)
     cycles = Counter()
-    for name, operations in computations.items():
-        for operation in operations if name not in nested else ():
-            estimate, module = operation.cycles, module_of(operation)
-            if estimate and module and times[name]:
-                cycles[module] += estimate * times[name]
+    for _, times, operations in scheduled(computations):
+        for operation in operations:
+            if operation.cycles and (module := module_of(operation)):
+                cycles[module] += operation.cycles * times
     return cycles
 
 
@@ -341,17 +339,11 @@ def read_largest_results(computations: dict[str, list[Operation]], count: int = 
     Not the largest live buffers: which results share memory, and when, is not in the program's text. Inputs are not
     temporaries and are left out, as is what overwrites its operand or is part of another operation.
     """
-    times = _times_run(computations)
-    nested = _nested(computations)
     found = []
-    for name, operations in computations.items():
-        if name in nested or not times[name]:
-            continue
+    for _, _, operations in scheduled(computations):
         for operation in operations:
-            if operation.is_free or operation.kind in ("dynamic-update-slice", "copy-start"):
-                continue
             sizes = [shape_bytes(array)[0] for array in arrays_of(operation.type)]
-            if sizes:
+            if sizes and not operation.is_free and operation.kind not in ("dynamic-update-slice", "copy-start"):
                 found.append((max(sizes), operation.kind, source_of(operation), module_of(operation)))
     return sorted(found, key=lambda row: -row[0])[:count]
 
@@ -379,21 +371,16 @@ def read_cycles(computations: dict[str, list[Operation]]) -> tuple[Counter, Coun
     inside a fusion belongs to the fusion. A fusion counts for the source line of its last operation. Results of at most
     4 KiB (one register) without estimate are left out.
     """
-    times = _times_run(computations)
     cycles = Counter()
     unpriced = Counter()
-    nested = _nested(computations)
 
     def small(operation: Operation) -> bool:  # scalars of the optimizer: nothing beside a priced operation
         return operation.kind not in WEIGHTY and max(shape_bytes(operation.type, padded=False), default=0) <= 4096
 
-    for computation, operations in computations.items():
-        if computation in nested or not times[computation]:
-            continue
+    for _, times, operations in scheduled(computations):
         for operation in operations:
-            estimate = operation.cycles
-            if estimate is not None:
-                cycles[source_of(operation)] += estimate * times[computation]
+            if operation.cycles is not None:
+                cycles[source_of(operation)] += operation.cycles * times
             elif not operation.is_free and "ConcatBitcast" not in operation.line and not small(operation):
-                unpriced[operation.base] += times[computation]
+                unpriced[operation.base] += times
     return cycles, unpriced

@@ -19,7 +19,6 @@ ERROR = (
 """As benchmarks/published/results.json has it."""
 ALL_HIDDEN = "all hidden that the schedule can hide"
 HALF = "the compiler's cost model assumes about half the published bandwidth"
-KEPT = " (kept from then)"
 PLANNED = "it planned the step and did not compile it: memory of the program itself is estimated"
 ROOFLINE = (
     "not measured: products and memory at the shares of their peaks that steps reached on v6e; communication apart, "
@@ -188,7 +187,7 @@ def format_report(r: Report) -> str:
         rows += roofline_rows(r)
     rows += titled_rows("chosen", r.notes)
     doing = "plan" if r.reason == PLANNED else "compile"
-    took = f"{r.trace_seconds:.1f} s to trace, {r.compile_seconds:.1f} s to {doing}{KEPT * r.from_cache}"
+    took = f"{r.trace_seconds:.1f} s to trace, {r.compile_seconds:.1f} s to {doing}{' (kept from then)' * r.from_cache}"
     rows.append(("took", f"{took}, {r.host_peak_gib:.1f} GiB of host memory"))
     rows.append(("versions", ", ".join(f"{name} {version}" for name, version in r.versions.items())))
     head = f"{r.topology}: {verdict} ({r.program}{f', {r.level}' if r.level else ''})"

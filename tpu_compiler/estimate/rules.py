@@ -126,7 +126,9 @@ def product_seconds(operation: Operation, types: dict[str, str], topology: Topol
 
 
 def dimensions(array: str) -> list[int]:
-    return [int(size) for size in re.search(r"\[([\d,]+)\]", array)[1].split(",")]
+    """Sizes of an array of this type; [] of a scalar."""
+    found = re.search(r"\[([\d,]+)\]", array)
+    return [int(size) for size in found[1].split(",")] if found else []
 
 
 def filled(width: int, topology: Topology) -> float:

@@ -3,7 +3,9 @@
 import inspect
 
 import torch
+from torch.utils._pytree import tree_map_only
 
+from tpu_compiler.module.kv_cache import decode_inputs
 from tpu_compiler.module.programs import Question
 from tpu_utils.base.errors import InputError
 from tpu_utils.options.fields import nearest
@@ -31,8 +33,34 @@ def meta_inputs(question: Question, model: torch.nn.Module) -> tuple[list, dict]
     return args, kwargs
 
 
-def to_bfloat16(value):
-    return value.to(torch.bfloat16) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+def to_bfloat16(values):
+    """Every tensor of floats in a pytree as bfloat16."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+
+    return tree_map_only(torch.Tensor, cast, values)
+
+
+def prepare(
+    question: Question, level: str, model: torch.nn.Module, args: list, kwargs: dict, notes: list[str]
+) -> tuple[list, dict, int]:
+    """(args, kwargs, length of the cache) of a step. Sets the model's mode and its precision where nothing trains."""
+    model.train(question.mode == "train")
+    length = 0
+    if question.mode == "decode":
+        kwargs, length = decode_inputs(question, model, kwargs or dict(enumerate(args)))
+        args = []
+    elif getattr(getattr(model, "config", None), "use_cache", None):
+        model.config.use_cache = False
+        notes.append("use_cache of its configuration is turned off: no key-value cache is made")
+    if level == "conservative":
+        notes.append("float32 tensors, which a TPU multiplies in one pass of bfloat16 by default")
+    elif question.mode != "train":
+        model.to(torch.bfloat16)
+        args, kwargs = to_bfloat16((args, kwargs))
+        notes.append("weights and inputs in bfloat16, no float32 masters to keep")
+    return args, kwargs, length
 
 
 def sizes_of(question: Question, args: list, kwargs: dict) -> dict:

@@ -73,14 +73,12 @@ def axes_of_all(
             check_axes(sizes, tensor.shape, axes, said)
         return axes
 
-    def axes_of_input(name: str, tensor: torch.Tensor) -> Axes:
-        if not tensor.dim():
-            return {}
-        one_for_all = question.mode == "decode" and name == "position"
-        return axes_of(name, tensor, {} if one_for_all else batch, f"the input {name}")
-
-    inputs = {str(place): a for place, a in enumerate(args)} | kwargs
-    of_inputs = {name: axes_of_input(name, a) for name, a in inputs.items() if isinstance(a, torch.Tensor)}
+    of_inputs = {}
+    for name, value in ({str(place): a for place, a in enumerate(args)} | kwargs).items():
+        if isinstance(value, torch.Tensor):
+            one_for_all = question.mode == "decode" and name == "position"
+            default = {} if one_for_all else batch
+            of_inputs[name] = axes_of(name, value, default, f"the input {name}") if value.dim() else {}
     of_parameters = {name: axes_of(name, p, {}, name) for name, p in model.named_parameters()}
     for pattern in unused:
         names = list(of_parameters)

@@ -15,24 +15,23 @@ from tpu_compiler.module.programs import Question
 from tpu_utils.base.errors import InputError
 
 
-def decode_inputs(question: Question, model: torch.nn.Module, inputs: dict) -> tuple[list, dict, int]:
-    """(args, kwargs, cache length = input length). A step has one token of each sequence, and its position."""
+def decode_inputs(question: Question, model: torch.nn.Module, inputs: dict) -> tuple[dict, int]:
+    """(inputs, cache length = input length). A step has one token of each sequence, and its position."""
     tokens = next((a for a in inputs.values() if isinstance(a, torch.Tensor)), None)
     config = getattr(model, "config", None)
-    if not (hasattr(model, "get_output_embeddings") and hasattr(config, "num_hidden_layers")):
+    causal = any(word in type(model).__name__ for word in ("CausalLM", "LMHead"))
+    known = hasattr(model, "get_output_embeddings") and hasattr(config, "num_hidden_layers")
+    if not (causal and known) or getattr(config, "is_encoder_decoder", False):
         raise InputError(
             f"mode is decode, and {question.target} is a {type(model).__name__}; expected a causal model of "
             "transformers, whose static cache is known; ask about another by --mode forward, with its cache among "
             "--inputs"
         )
-    causal = any(word in type(model).__name__ for word in ("CausalLM", "LMHead"))
-    if getattr(config, "is_encoder_decoder", False) or not causal:
-        raise InputError(f"mode is decode, and {type(model).__name__} is not a causal language model; expected one")
     if len(inputs) != 1 or tokens.dim() != 2 or tokens.is_floating_point():
         raise InputError("mode decode takes one input, such as input_ids=int32[BATCH,LENGTH_OF_THE_CACHE]")
     batch, length = tokens.shape
-    kwargs = dict(tokens=torch.empty(batch, 1, dtype=tokens.dtype, device="meta"))
-    return [], kwargs | dict(position=torch.empty(1, dtype=torch.int64, device="meta")), length
+    position = torch.empty(1, dtype=torch.int64, device="meta")
+    return dict(tokens=torch.empty(batch, 1, dtype=tokens.dtype, device="meta"), position=position), length
 
 
 def cache_of(model: torch.nn.Module, length: int):

@@ -52,17 +52,9 @@ from torchax.ops.ops_registry import all_aten_ops
 from tpu_compiler.answer import ask_compiler, hand_over
 from tpu_compiler.compile.cache import cache_of_environment
 from tpu_compiler.compile.traced import Traced
-from tpu_compiler.module.arguments import meta_inputs, model_flops, settings_of, sizes_of, to_bfloat16
+from tpu_compiler.module import kv_cache
+from tpu_compiler.module.arguments import meta_inputs, model_flops, prepare, settings_of, sizes_of
 from tpu_compiler.module.axes import Axes, axes_of_all, batch_axes, check_axes, mesh_sizes
-from tpu_compiler.module.kv_cache import (
-    attend_in_groups,
-    cache_axes,
-    cache_of,
-    decode_forward,
-    decode_inputs,
-    tensors_of,
-    with_cache,
-)
 from tpu_compiler.module.loss import choose_loss
 from tpu_compiler.module.model import build, place_of, step_aside
 from tpu_compiler.module.programs import Question, question_of_child
@@ -87,19 +79,10 @@ def answer(question: Question, level: str, topology: Topology) -> int:
     notes = [f"through torch {torch.__version__}, torchax {version('torchax')}, jax {jax.__version__}: no torch_xla"]
     model = build(question, notes)
     args, kwargs = meta_inputs(question, model)
-    model.train(question.mode == "train")
     mesh = mesh_sizes(question, topology)
     of_cache = {}
-    length = 0
-    if question.mode == "decode":
-        args, kwargs, length = decode_inputs(question, model, kwargs or dict(enumerate(args)))
-    elif getattr(getattr(model, "config", None), "use_cache", None):
-        model.config.use_cache = False
-    if level == "balanced" and question.mode != "train":
-        model = model.to(torch.bfloat16)
-        args, kwargs = ([to_bfloat16(a) for a in args], {name: to_bfloat16(a) for name, a in kwargs.items()})
-        notes.append("weights and inputs in bfloat16, no float32 masters to keep")
-    elif level == "balanced":
+    args, kwargs, length = prepare(question, level, model, args, kwargs, notes)
+    if level == "balanced" and question.mode == "train":
         notes.append('bfloat16: torch.autocast("cpu"), float32 weights; its list keeps fewer operations in float32')
     sizes = sizes_of(question, args, kwargs)
     start = time.monotonic()
@@ -124,7 +107,7 @@ def answer(question: Question, level: str, topology: Topology) -> int:
     result, text = ask_compiler(traced, topology, cache=cache_of_environment(), **sizes)
     if question.mode == "decode":
         held, over = [model.get_buffer(name) for name in of_cache], next(iter(of_cache.values()))
-        result = with_cache(result, model, held, over, mesh, kwargs["tokens"], length, sizes["model_flops"])
+        result = kv_cache.with_cache(result, model, held, over, mesh, kwargs["tokens"], length, sizes["model_flops"])
     return hand_over(traced, dataclasses.replace(result, level=level, notes=[*notes, *result.notes]), text)
 
 
@@ -133,8 +116,8 @@ def become_decoding(
 ) -> dict[str, Axes]:
     """Make the model's forward its decoding step, (tokens, position) -> tokens, whose cache it has as buffers. Returns
     the axes of each of them, by its name."""
-    attend_in_groups(model, notes)
-    cache = cache_of(model, length)
+    kv_cache.attend_in_groups(model, notes)
+    cache = kv_cache.cache_of(model, length)
     forward = model.forward
     tensors = {}
     with FakeTensorMode():  # autocast, which models turn off inside, does not know the device of tensors without memory
@@ -142,18 +125,18 @@ def become_decoding(
         state = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in named}
         given = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in inputs.items()}
         called = functools.partial(torch.func.functional_call, model, state, ())
-        decode_forward(lambda **keywords: called(keywords), cache, **given)  # creates the cache's tensors
-    for number, tensor in enumerate(tensors_of(cache)):
+        kv_cache.decode_forward(lambda **keywords: called(keywords), cache, **given)  # creates the cache's tensors
+    for number, tensor in enumerate(kv_cache.tensors_of(cache)):
         tensors[f"cache_{number}"] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         model.register_buffer(f"cache_{number}", tensors[f"cache_{number}"], persistent=False)
 
     def step(tokens, position):
         for number, layer in enumerate(cache.layers):
             layer.keys, layer.values = (model.get_buffer(f"cache_{2 * number + i}") for i in range(2))
-        return decode_forward(forward, cache, tokens, position)[:, -1].argmax(-1)
+        return kv_cache.decode_forward(forward, cache, tokens, position)[:, -1].argmax(-1)
 
     model.forward = step
-    axes = cache_axes(question, mesh, model, tensors["cache_0"].shape[1])
+    axes = kv_cache.cache_axes(question, mesh, model, tensors["cache_0"].shape[1])
     if mesh:
         check_axes(mesh, tensors["cache_0"].shape, axes, "the key-value cache")
     return dict.fromkeys(tensors, axes)

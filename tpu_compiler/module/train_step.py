@@ -14,19 +14,20 @@ if __name__ == "__main__":
     sys.path[0] = str(ROOT)  # Python puts a script's own folder there
 os.environ.setdefault("PJRT_DEVICE", "CPU")  # before the import, which would choose it with a warning
 
+import numpy as np
 import torch
 import torch_xla
-from torch.utils._pytree import tree_flatten, tree_unflatten
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch_xla.utils.checkpoint import checkpoint
 
 from tpu_compiler.answer import ask_compiler, hand_over
 from tpu_compiler.compile.cache import cache_of_environment
-from tpu_compiler.compile.tracing import trace_step
-from tpu_compiler.module.arguments import meta_inputs, model_flops, settings_of, sizes_of, to_bfloat16
-from tpu_compiler.module.axes import batch_axes
-from tpu_compiler.module.decode_step import answer_decode
-from tpu_compiler.module.inputs import make_mesh, mark, shard, to_device_inputs
-from tpu_compiler.module.kv_cache import decode_inputs
+from tpu_compiler.compile.tracing import settle, trace_step
+from tpu_compiler.module import kv_cache
+from tpu_compiler.module.arguments import meta_inputs, model_flops, prepare, settings_of, sizes_of, to_bfloat16
+from tpu_compiler.module.axes import Axes, axes_of_all, batch_axes, check_axes, mesh_sizes
 from tpu_compiler.module.loss import choose_loss
 from tpu_compiler.module.model import build, step_aside, to_device
 from tpu_compiler.module.probing import in_words, probe
@@ -50,51 +51,77 @@ def answer(question: Question, level: str, topology: Topology) -> int:
     args, kwargs = meta_inputs(question, model)
     if any(isinstance(p, torch.nn.parameter.UninitializedParameter) for p in model.parameters()):
         probe(question, lambda: model(*args, **kwargs))  # a lazy module learns its shapes from its first inputs
-    model.train(question.mode == "train")
-    cache_length = 0
-    if question.mode == "decode":
-        args, kwargs, cache_length = decode_inputs(question, model, kwargs or dict(enumerate(args)))
-    elif getattr(getattr(model, "config", None), "use_cache", None):
-        model.config.use_cache = False
-        notes.append("use_cache of its configuration is turned off: no key-value cache is made")
-    if level != "conservative" and question.mode != "train":
-        model = model.to(torch.bfloat16)
-        args, kwargs = ([to_bfloat16(a) for a in args], {name: to_bfloat16(a) for name, a in kwargs.items()})
-        notes.append("weights and inputs in bfloat16, no float32 masters to keep")
-    if level == "conservative":
-        notes.append("float32 tensors, which a TPU multiplies in one pass of bfloat16 by default")
+    args, kwargs, length = prepare(question, level, model, args, kwargs, notes)
     sizes = sizes_of(question, args, kwargs)
 
-    mesh = make_mesh(question, topology)
+    mesh = mesh_sizes(question, topology)
+    if mesh:
+        xr.use_spmd()
+        xs.set_global_mesh(xs.Mesh(np.arange(topology.num_devices), tuple(mesh.values()), tuple(mesh)))
     device = torch_xla.device()
     model = to_device(model, device)
-    args, kwargs = to_device_inputs(args, device), to_device_inputs(kwargs, device)
+    args, kwargs = tree_map_only(torch.Tensor, lambda tensor: torch.empty_like(tensor, device=device), (args, kwargs))
     shard(question, mesh, model, args, kwargs, notes)
+    owners = [torch.nn.ModuleList([model])]
+    axes: Axes = {}
+    held = []
     if question.mode == "decode":
-        return answer_decode(question, level, topology, model, kwargs, cache_length, notes)
-    forward = forward_of(question, level, model, args, kwargs, notes)
-    output, counted = probe(question, lambda: forward(model, args, kwargs))
-    flops = model_flops(counted, question, notes)
-    if question.mode == "forward":
-        del output
-        step = forward_step
-        arguments = (forward, model, args, kwargs)
-        owners = (torch.nn.ModuleList([model]),)
+        kv_cache.attend_in_groups(model, notes)
+        cache = kv_cache.cache_of(model, length)
+        output, counted = probe(
+            question, lambda: kv_cache.decode_forward(model, cache, **kwargs)
+        )  # creates the cache's tensors
+        held = kv_cache.tensors_of(cache)
+        axes = kv_cache.cache_axes(question, mesh, model, held[0].shape[1])
+        if mesh:
+            check_axes(mesh, held[0].shape, axes, "the key-value cache")
+            for tensor in held:
+                mark(tensor, axes)
+        settle()
+        owners.append(held)  # else the mark is lost: the cache once lay whole on each device
+        step, arguments = decode_step, (model, cache, kwargs["tokens"], kwargs["position"])
     else:
+        forward = forward_of(question, level, model, args, kwargs, notes)
+        output, counted = probe(question, lambda: forward(model, args, kwargs))
+        step, arguments = forward_step, (forward, model, args, kwargs)
+    flops = model_flops(counted, question, notes)
+    if question.mode == "train":
         loss, targets = choose_loss(question, output, kwargs, device, notes)
-        del output
         if mesh and targets is not None:
-            mark(mesh, targets, batch_axes(mesh.axis_names), "the targets")
+            check_axes(mesh, targets.shape, batch_axes(mesh), "the targets")
+            mark(targets, batch_axes(mesh))
         if level == "aggressive":
             recompute_blocks(model, notes)
-        optimizer = optimizer_of(question, model, topology)
+        owners.append(optimizer_of(question, model, topology))
         rate = torch.empty(1, device=device)
-        step, arguments = train_step, (forward, loss, model, optimizer, rate, targets, args, kwargs)
-        owners = (torch.nn.ModuleList([model]), optimizer)
+        step, arguments = train_step, (forward, loss, model, owners[-1], rate, targets, args, kwargs)
+    del output
     traced = in_words(question, lambda: trace_step(step, *arguments, owners=owners))
     sizes |= dict(model_flops=flops, settings=settings_of(question), cache=cache_of_environment())
     result, text = ask_compiler(traced, topology, **sizes)
-    return hand_over(traced, dataclasses.replace(result, level=level, notes=notes), text)
+    if question.mode == "decode":
+        result = kv_cache.with_cache(result, model, held, axes, mesh, kwargs["tokens"], length, flops)
+    return hand_over(traced, dataclasses.replace(result, level=level, notes=[*notes, *result.notes]), text)
+
+
+def mark(tensor: torch.Tensor, axes: Axes) -> None:
+    xs.mark_sharding(tensor, xs.get_global_mesh(), tuple(axes.get(dimension) for dimension in range(tensor.dim())))
+
+
+def shard(question: Question, mesh: dict, model: torch.nn.Module, args: list, kwargs: dict, notes: list[str]) -> None:
+    """Mark parameters and inputs as --shard says. Raises InputError for a pattern that matches nothing, on one device
+    too."""
+    of_inputs, of_parameters = axes_of_all(question, mesh, model, args, kwargs, notes)
+    if not mesh:
+        return
+    inputs = {str(place): a for place, a in enumerate(args)} | kwargs
+    for name, axes in of_inputs.items():
+        if inputs[name].dim():
+            mark(inputs[name], axes)
+    for name, parameter in model.named_parameters():
+        mark(parameter, of_parameters[name])
+    for buffer in model.buffers():
+        mark(buffer, {})
 
 
 def forward_of(
@@ -110,8 +137,7 @@ def forward_of(
             return model(*args, **kwargs)
 
     def cast(model, args, kwargs):
-        weights = {name: to_bfloat16(parameter) for name, parameter in model.named_parameters()}
-        args, kwargs = [to_bfloat16(a) for a in args], {name: to_bfloat16(a) for name, a in kwargs.items()}
+        weights, args, kwargs = to_bfloat16((dict(model.named_parameters()), args, kwargs))
         return torch.func.functional_call(model, weights, tuple(args), kwargs)
 
     if level == "conservative" or question.mode != "train":
@@ -140,6 +166,12 @@ def train_step(forward, loss, model, optimizer, rate, targets, args, kwargs):
 def forward_step(forward, model, args, kwargs):
     with torch.no_grad():
         return forward(model, args, kwargs)
+
+
+@torch_xla.compile(full_graph=True, name="decode_step")
+def decode_step(model, cache, tokens, position):
+    with torch.no_grad():
+        return kv_cache.decode_forward(model, cache, tokens, position)[:, -1].argmax(-1)
 
 
 def optimizer_of(question: Question, model: torch.nn.Module, topology: Topology) -> torch.optim.Optimizer:

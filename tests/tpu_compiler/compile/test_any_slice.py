@@ -16,6 +16,7 @@ from test_aot_tpu import compiled
 
 import aot_tpu
 from tpu_compiler.compile import compiling, newest
+from tpu_compiler.compile.traced import Traced
 from tpu_compiler.decide import search
 from tpu_compiler.estimate import reading, schedule
 from tpu_compiler.estimate.report import Report, format_report, format_table
@@ -292,7 +293,7 @@ def test_a_newer_compiler_that_gives_no_answer(fake_environment, broken, message
     if broken == "none":
         (fake_environment / "bin" / "python").unlink()
     with pytest.raises(newest.NewestError, match=message):
-        newest.compile_there(fake_environment, b"", parse_topology("tpu7x-8"), {}, partitions=1, replicas=1)
+        newest.compile_there(fake_environment / "bin" / "python", Traced(b"", (), (), ()), parse_topology("tpu7x-8"))
 
 
 @pytest.fixture

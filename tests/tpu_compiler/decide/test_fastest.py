@@ -393,13 +393,13 @@ def test_the_last_layers_are_whole_as_far_as_memory_goes():
 
 
 def test_a_search_by_plans_alone_compiles_nothing(monkeypatch, capsys):
-    def plan(script, topology, options, seconds, planned=False):
+    def plan(script, topology, options, seconds, planned):
         assert planned
         ms = 90.0 if "--attention=flash" in options else 100.0
         facts = dict(estimated_ms=ms, estimated_per_second=64e3 / ms, settings=parse(options, {"attention": "plain"}))
-        return a_report(reason=PLANNED, compiles=False, **facts)
+        return a_report(reason=PLANNED, compiles=False, **facts), ""
 
-    monkeypatch.setattr(verdict, "compile_afresh", plan)
+    monkeypatch.setattr(search, "compile_afresh", plan)
     monkeypatch.chdir(ROOT)
     question = ["--search", "--plan", "--price", "v5e=1.20", "--model_config", "a.json"]
     assert aot_tpu.main(["simple_mnist_tpu.py", "--topology", "v5litepod-8", *question]) == 0
@@ -491,11 +491,11 @@ def test_only_one_option_is_changed_when_asked():
 
 
 def test_only_options_that_the_script_has():
-    assert fastest.candidates({"global_batch_size": 64, "learning_rate": 0.1}, 8, False) == []
-    names = [name for name, _ in fastest.candidates(SETTINGS, 1, False)]
-    assert "mesh" not in names and "global_batch_size" not in names
+    assert fastest.candidates({"mesh": 64, "learning_rate": 0.1}, 8) == []
+    names = [name for name, _ in fastest.candidates(SETTINGS, 1)]
+    assert "mesh" not in names and "global_batch_size" not in verdict.parse_only(None, False)
     own = SETTINGS | dict(compiler_options="xla_tpu_scoped_vmem_limit_kib=24576")
-    assert dict(fastest.candidates(own, 1, False))["compiler_options"] == [own["compiler_options"]]
+    assert dict(fastest.candidates(own, 1))["compiler_options"] == [own["compiler_options"]]
 
 
 def test_the_options_of_the_search_are_those_of_the_transformer():
@@ -503,9 +503,9 @@ def test_the_options_of_the_search_are_those_of_the_transformer():
     settings = as_json(parse_command_line(TransformerConfig, "", words)) | {"mesh": "8x1x1"}
 
     def meshes(**changes):
-        return dict(fastest.candidates(settings | changes, 8, True))["mesh"]
+        return dict(fastest.candidates(settings | changes, 8))["mesh"]
 
-    tried = fastest.candidates(settings, 8, True)
+    tried = fastest.candidates(settings, 8)
     assert meshes() == meshes(num_experts=0) == ["8x1x1", "1x8x1", "2x4x1", "4x2x1", "4x1x2"]
     assert meshes(mesh="1x2x1x4", sequence_length=32768)[5:] == ["1x4x1x2", "1x2x1x4", "1x1x1x8"]
     assert meshes(num_experts=12)[5:] == ["1x4x1x1x2", "1x2x1x1x4"], "12 experts are not shared by 8 devices"
@@ -518,7 +518,7 @@ def test_the_options_of_the_search_are_those_of_the_transformer():
 
 
 def test_the_cheapest_slice_comes_first():
-    prices = verdict.parse_prices(["v5e=1.20", "v6e=2.70"])
+    prices = verdict.parse_prices(["v5e=1.20", "v6e=2.70"], ["v5litepod-8", "v6e-8"])
     slow, fast = a_report(), a_report(topology="v6e-8", estimated_ms=50.0, estimated_per_second=2e4)
     best = {"v6e-8": fastest.Trial({}, [], fast), "v5litepod-8": fastest.Trial({}, [], slow), "v6e-4": None}
     table = verdict.format_slices(best, 3.6e8, prices).splitlines()
@@ -546,6 +546,7 @@ def test_the_cheapest_slice_comes_first():
         (["--picture", "absent/a.png"], "there is no folder"),
         (["--batch_per_device=0"], "--batch_per_device is 0; expected 1 or more"),
         (["--plan", "--picture=x.png"], "--plan does not compile, and --picture needs a compiled program"),
+        (["--plan", "--diff", "--a", "--b"], "--plan does not compile, and --diff needs a compiled program"),
         (["--compiler_dir=x"], "no effect without --compiler newest"),
         (["--dcn_gb_per_s=0"], "dcn_gb_per_s is 0.0; expected a speed above 0"),
         (["--compiler=newest", f"--compiler_dir={ROOT}/tests"], "something else than a newer compiler"),

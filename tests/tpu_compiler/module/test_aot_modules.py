@@ -13,13 +13,13 @@ import transformers
 from mutations import a_full_disk
 from processes import ROOT
 from reports import a_report
+from torch.utils._pytree import tree_map_only
 
 import aot_tpu
 from tpu_compiler.decide import search
 from tpu_compiler.estimate.report import Report, format_report
 from tpu_compiler.estimate.token_bound import with_tokens
 from tpu_compiler.module import arguments as module_arguments
-from tpu_compiler.module import inputs as module_inputs
 from tpu_compiler.module import kv_cache as module_cache
 from tpu_compiler.module import model as module_build
 from tpu_compiler.module import probing as module_trace
@@ -272,7 +272,7 @@ def probed(target, *options):
     model = module_build.build(asked, [])
     args, kwargs = module_arguments.meta_inputs(asked, model)
     model = module_build.to_device(model, torch_xla.device())
-    args, kwargs = (module_inputs.to_device_inputs(inputs, torch_xla.device()) for inputs in (args, kwargs))
+    args, kwargs = tree_map_only(torch.Tensor, lambda t: torch.empty_like(t, device=torch_xla.device()), (args, kwargs))
     return module_trace.probe(asked, lambda: model(*args, **kwargs))
 
 

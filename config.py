@@ -9,21 +9,9 @@ preset, the optimization level, the command line. Presets never set a field that
 a level owns, so no value is overridden behind the reader's back. A resumed run
 has its own config.json in place of the preset, unless --preset is given.
 
-A configuration of your own is a subclass; command_line() of a script takes it as it is:
-
-    @dataclass(frozen=True)
-    class MyConfig(MnistConfig):
-        '''My options.'''  # the heading in --help
-
-        hidden_layers: Annotated[int, Range("[1, inf)")] = 2
-        '''How many hidden layers the model has.'''
-        learning_rate: float = 0.01  # stands with each preset of MnistConfig
-
-        presets = {  # in place of those of MnistConfig, else it has the same
-            "small": {},  # the defaults; the first one is taken when none is named
-            "large": dict(hidden_layers=8, learning_rate=0.001),
-            "production": MnistConfig.presets["production"],
-        }
+A configuration of your own is a subclass; command_line() of a script takes it
+as it is. Its presets, if it has some, replace its parents'; its docstring is the
+heading in --help.
 
 A default that a class states anew stands against the presets of its parents; a
 preset that the class states itself sets it. What redeclares a field without

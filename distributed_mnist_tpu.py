@@ -132,10 +132,8 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None) -> int:
         model = build_model(config, dataset)
         # makes and locks the run directory; with --resume reads its newest checkpoint
         run.open(batches, dataset, check_model(model, dataset, evaluate, run), sharding)
-        rows, copies = (
-            config.global_batch_size // num_devices,
-            "sharded" if config.shard_parameters else "a copy of the",
-        )
+        rows = config.global_batch_size // num_devices
+        copies = "sharded" if config.shard_parameters else "a copy of the"
         run.print(f"parallel   {num_devices} devices, each with {rows} examples, {copies} parameters")
         model.to(run.device)
         # create its state now: state that step 1 creates makes step 2 a different program

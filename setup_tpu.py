@@ -659,10 +659,9 @@ def read_options(arguments: list) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     parser.add_argument("--aot", default="", metavar="SLICE", help="compile a training step for it, e.g. v5litepod-8")
     parser.add_argument("--bucket", default="", metavar="gs://NAME", help="check the credentials for this bucket")
-    parser.add_argument("--time_limit", type=float, default=60.0, metavar="SECONDS", help="for a child (default 60)")
-    parts = [argument.partition("=") for argument in arguments]  # --time-limit=5 is --time_limit=5
-    plain = [("--" + n[2:].replace("-", "_") if n[:2] == "--" else n) + e + v for n, e, v in parts]
-    options = parse_arguments(parser, plain)
+    names = ("--time_limit", "--time-limit")
+    parser.add_argument(*names, type=float, default=60.0, metavar="SECONDS", help="for a child (default 60)")
+    options = parse_arguments(parser, arguments)
     if options.bucket and not re.match(r"gs://[a-z0-9][\w.-]+(/|$)", options.bucket):
         parser.error(f"--bucket {options.bucket}: expected gs://NAME or gs://NAME/FOLDER")
     if options.time_limit <= 0:

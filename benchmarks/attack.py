@@ -36,11 +36,20 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 os.environ.setdefault("PJRT_DEVICE", "CPU")
+import torch
 from mutations import mutated
 from processes import Script, run, start, waits
 from run_files import mark, saved_steps
 
 from benchmarks.children import ROOT, parser_for
+
+# what one attack alone needs is imported there: memory that an import frees would hide what another attack takes
+from tpu_utils.base.errors import CheckpointError, InputError, TrainingError
+from tpu_utils.checkpoint import Checkpoints
+from tpu_utils.checkpoint.loading import CheckpointReader
+from tpu_utils.checkpoint.state import HostCopy, Kind
+from tpu_utils.remote import wire
+from tpu_utils.remote.meeting import LinkedPeers, Meeting
 
 TIME_LIMIT = 1800
 HOME = "127.0.0.1"
@@ -65,11 +74,6 @@ def peak() -> int:
 
 def make_checkpoints(folder: Path, megabytes: int = 1):
     """Steps 10 and 20 of one run, one of whose tensors is sharded."""
-    import torch
-
-    from tpu_utils.checkpoint import Checkpoints
-    from tpu_utils.checkpoint.state import HostCopy, Kind
-
     checkpoints = Checkpoints(folder, 3, run_id="ours")
     rows = megabytes * 2**20 // 4 // 64 // 2
     for step in (10, 20):
@@ -117,8 +121,6 @@ def change_header(content: bytes, draw: random.Random) -> bytes:
 
 def read_all(folder: Path) -> tuple[int, dict]:
     """The step that is resumed, and shape and type of every tensor in it, all of them read."""
-    from tpu_utils.checkpoint.loading import CheckpointReader
-
     saved = CheckpointReader(folder, run_id="ours").load_for_resume("must")
     files = saved.files()
     found = {path: files.read(path) for path in saved.entries}
@@ -128,8 +130,6 @@ def read_all(folder: Path) -> tuple[int, dict]:
 
 def attack_checkpoints(count: int, draw: random.Random, folder: Path) -> str:
     """Bytes and JSON of every file of the newest checkpoint."""
-    from tpu_utils.base.errors import CheckpointError
-
     intact = folder / "intact"
     checkpoints = make_checkpoints(intact, megabytes=4)
     names = sorted(path.name for path in checkpoints.path(20).iterdir())
@@ -172,8 +172,6 @@ def attack_checkpoints(count: int, draw: random.Random, folder: Path) -> str:
 
 def attack_folders(count: int, draw: random.Random, folder: Path) -> str:
     """Links, FIFOs, odd names, swapped and copied steps; and a save after each, which prunes."""
-    from tpu_utils.base.errors import CheckpointError
-
     precious = folder / "precious"
     precious.mkdir()
     (precious / "thesis").write_text("years of work")
@@ -222,9 +220,8 @@ def attack_folders(count: int, draw: random.Random, folder: Path) -> str:
 
 def attack_bucket(count: int, draw: random.Random, folder: Path) -> str:
     """Listings with names that lead elsewhere, in front of the run's own code that fetches them."""
+
     from config import MnistConfig
-    from tpu_utils.base.errors import CheckpointError, InputError
-    from tpu_utils.checkpoint.loading import CheckpointReader
     from tpu_utils.remote import storage
 
     class Blob:
@@ -237,12 +234,13 @@ def attack_bucket(count: int, draw: random.Random, folder: Path) -> str:
     files = {f"checkpoints/{p.parent.name}/{p.name}": p.read_bytes() for p in true.folder.rglob("*") if p.is_file()}
     files |= {"config.json": b'{"run_id": "ours"}', "metrics.jsonl": b'{"step": 1}\n'}
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
-    pieces = ["..", ".", "", "/", "etc", "x.py", "step_00000020", "done", "checkpoints", "\\", "\n"]
-    pieces += [str(folder / "owned")]
+    pieces = ["..", ".", "", "/", "etc", "x.py", "step_00000020", "done", "checkpoints", "\\", "\n", f"{folder}/owned"]
     pieces += ["tensorboard", "state.json", "\u0661" * 8, "C:", "~", "%2e%2e", "x" * 300, "config.json", "lock"]
     blobs: list[Blob] = []
     storage.connect = lambda url: (None, "run/")
-    storage.list_objects = lambda bucket, prefix, seconds: [blob for blob in blobs if blob.name.startswith(prefix)]
+    storage.list_objects = lambda bucket, prefix, seconds: {
+        blob.name.removeprefix(prefix): blob for blob in blobs if blob.name.startswith(prefix)
+    }
     storage.download = lambda blob, path: (
         path.parent.mkdir(parents=True, exist_ok=True),
         path.write_bytes(blob.content),
@@ -278,9 +276,6 @@ def attack_bucket(count: int, draw: random.Random, folder: Path) -> str:
 
 def attack_wire(count: int, draw: random.Random, folder: Path) -> str:
     """Strangers on the port while hosts wait, and a host of the run that says what it should not."""
-    from tpu_utils.base.errors import TrainingError
-    from tpu_utils.remote import wire
-    from tpu_utils.remote.meeting import LinkedPeers, Meeting
 
     def frame(content: bytes) -> bytes:
         return struct.pack(">Q", len(content)) + content
@@ -330,23 +325,16 @@ def attack_data_files(count: int, draw: random.Random, folder: Path) -> str:
     """metrics.jsonl at a resume, HellaSwag and token files, and whole run folders that tools.plot_run draws."""
     import numpy as np
 
-    from language.data.llmc_files import (
-        MultipleChoice,
-        open_token_shard,
-        read_hellaswag,
-        write_hellaswag,
-        write_token_shard,
-    )
+    from language.data import llmc_files
     from tools import plot_run
-    from tpu_utils.base.errors import InputError
     from tpu_utils.record.log import RunLog
 
     lines = [{"kind": "train", "step": step, "loss": 2.0 / step, "step_seconds": 0.1} for step in range(1, 9)]
     log = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
     context, endings = np.arange(3), [np.arange(size) for size in (1, 2, 1, 3)]
-    asked = [MultipleChoice(index, 2, context, endings) for index in range(4)]
-    write_hellaswag(folder / "questions.bin", asked)
-    write_token_shard(folder / "tokens.bin", np.arange(99))
+    asked = [llmc_files.MultipleChoice(index, 2, context, endings) for index in range(4)]
+    llmc_files.write_hellaswag(folder / "questions.bin", asked)
+    llmc_files.write_token_shard(folder / "tokens.bin", np.arange(99))
     questions, tokens = ((folder / name).read_bytes() for name in ("questions.bin", "tokens.bin"))
     refused = 0
     for number in range(count):
@@ -360,8 +348,8 @@ def attack_data_files(count: int, draw: random.Random, folder: Path) -> str:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
             for attempt in (
                 lambda place=run_dir: plot_run.plot([plot_run.read_run(place)]),
-                lambda place=run_dir: read_hellaswag(place / "questions.bin", 100),
-                lambda place=run_dir: open_token_shard(place / "tokens.bin", 100),
+                lambda place=run_dir: llmc_files.read_hellaswag(place / "questions.bin", 100),
+                lambda place=run_dir: llmc_files.open_token_shard(place / "tokens.bin", 100),
                 lambda place=run_dir: RunLog(place, 5, 8, tensorboard=False).__exit__(None),
             ):
                 try:
@@ -479,11 +467,10 @@ def main() -> int:
         try:
             done = run(__file__, *own, timeout=TIME_LIMIT, cold=True)
             said = done.stdout.strip() if done.returncode in (0, 1) and done.stdout else done.stderr[-2000:]
-            bad = done.returncode != 0
-            said = f"FAILED ({done.returncode}): {said}" if bad else said
+            said = f"FAILED ({done.returncode}): {said}" if done.returncode else said
         except subprocess.TimeoutExpired:
-            bad, said = True, f"FAILED: no end within {TIME_LIMIT} s"
-        failed |= bad
+            said = f"FAILED: no end within {TIME_LIMIT} s"
+        failed |= said.startswith("FAILED")
         print(f"{name:13} {count:5} {time.monotonic() - started:7.0f}  {said}", flush=True)
     return int(failed)
 

@@ -4,7 +4,6 @@ Run:     python benchmarks/budgets.py
              compiles every row of benchmarks/budgets.json but the slow ones, one
              at a time, and compares; --all: the slow ones too
          python benchmarks/budgets.py --only '*mnist*'       # rows whose name matches
-         python benchmarks/budgets.py --fast                 # took less than a minute
          python benchmarks/budgets.py --renew                # writes what it finds
          python benchmarks/budgets.py --file FILE
              rows of your own; their commands run in the folder of the file
@@ -81,21 +80,6 @@ class Row:
         return bool(self.figures) and self.seconds < FAST and not self.planned
 
 
-@dataclasses.dataclass(frozen=True)
-class Move:
-    """A figure that is not what the file says."""
-
-    row: str
-    figure: str
-    was: float
-    now: float
-
-    @property
-    def cells(self) -> list[str]:
-        change = f"{self.now / self.was - 1:+.1%}" if self.was and self.now else "gone" if self.was else "new"
-        return [self.row, self.figure, f"{self.was:,.10g}", f"{self.now:,.10g}", change]
-
-
 def read_rows(path: Path = FILE) -> list[Row]:
     """Raises InputError for anything that is no file of budgets."""
     try:
@@ -129,8 +113,8 @@ def figures_of(report: dict[str, Any]) -> dict[str, float]:
     return {name: float(f"{v:.6g}") if name.endswith("ms") or "_ms_" in name else int(v) for name, v in found.items()}
 
 
-def compared(row: Row, report: dict[str, Any]) -> list[Move]:
-    """What moved. Raises InputError where no figures are kept, or those of another compiler."""
+def compared(row: Row, report: dict[str, Any]) -> list[list[str]]:
+    """What moved: row, figure, was, is, change. Raises InputError where no figures are kept, or another compiler's."""
     if not row.figures:
         raise InputError(f"{row.name} has no figures yet; expected those of a renewed row; give --renew")
     if report["versions"] != row.versions:
@@ -143,12 +127,13 @@ def compared(row: Row, report: dict[str, Any]) -> list[Move]:
     for name in dict.fromkeys([*row.figures, *now]):
         was, is_now = row.figures.get(name, 0), now.get(name, 0)
         if abs(is_now - was) > (0 if name.startswith("count of") else TOLERANCE * was):
-            moves.append(Move(row.name, name, was, is_now))
+            change = f"{is_now / was - 1:+.1%}" if was and is_now else "gone" if was else "new"
+            moves.append([row.name, name, f"{was:,.10g}", f"{is_now:,.10g}", change])
     return moves
 
 
-def table(moves: Sequence[Move]) -> str:
-    return "\n".join(markdown([["row", "figure", "was", "is", "change"], *(move.cells for move in moves)]))
+def table(moves: Sequence[Sequence[str]]) -> str:
+    return "\n".join(markdown([["row", "figure", "was", "is", "change"], *moves]))
 
 
 def print_slices(rows: Sequence[Row]) -> None:
@@ -213,7 +198,7 @@ def check(path: Path, rows: Sequence[Row], chosen: Sequence[Row], renew: bool) -
         print(table(moves))
     for name, reason in failed.items():
         print(f"failed: {name}: {reason}")
-    moved = len({move.row for move in moves})
+    moved = len({name for name, *_ in moves})
     print(f"{len(chosen)} rows: {len(failed)} failed, {moved} moved by more than 2 % or in a count of collectives")
     if renew:
         print(f"{written} written to {path}")
@@ -226,7 +211,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_for(__doc__)
     parser.add_argument("--file", type=Path, default=FILE, help="default: benchmarks/budgets.json")
     parser.add_argument("--only", metavar="PATTERN", default="*", help="rows whose name matches")
-    parser.add_argument("--fast", action="store_true", help="rows that took less than a minute to compile")
     parser.add_argument("--all", action="store_true", help="the slow rows too")
     parser.add_argument("--renew", action="store_true", help="write what is found into the file")
     parser.add_argument("--slices", action="store_true", help="print what a billion tokens takes, by model and slice")
@@ -236,7 +220,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_slices(rows)
         return 0
     chosen = [row for row in rows if fnmatch.fnmatchcase(row.name, arguments.only)]
-    chosen = [row for row in chosen if row.fast or not arguments.fast]
     for row in (row for row in chosen if row.slow and not arguments.all):
         print(f"left out: {row.name}: takes long; give --all", file=sys.stderr)
     chosen = [row for row in chosen if arguments.all or not row.slow]

@@ -50,6 +50,7 @@ def answer_of(*arguments: object, limit: float | None = None, **settings: Any) -
     text = text.strip()
     if text not in ("", "[]") and (text[0] in "[{" or child.returncode == 0):
         return json.loads(text if text[0] in "[{" else text.splitlines()[-1])
+    print(*errors.splitlines()[-25:], sep="\n    ", file=sys.stderr, flush=True)
     raise RuntimeError(reason_in(errors) or f"exit code {child.returncode}, and it said nothing")
 
 

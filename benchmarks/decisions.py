@@ -20,26 +20,21 @@ Run:     python benchmarks/decisions.py
 Exit:    0; 1 where a compile failed: it is said, and the rest go on; 2 wrong usage.
 
 A decision is two settings, A and B, of a Llama 3 or Qwen3 of 8B, and what hardware said of both. Ours are
-transformer_tpu.py at the same shape: the kernels and the scheduler's flags differ. Where theirs has weights, Adam's
-moments and gradients in bfloat16 (column state), 8 bytes a parameter, ours has SGD, whose weights, momentum and
-gradients are 12: the difference, half of our weights and momentum, is taken from our memory. D055 to D084 and D166 to
-D185 ran with collective matmul, the compiler's default, and so do ours; D085 to D125 may have, and are asked without.
+transformer_tpu.py at the same shape, or bfloat16_state.py, where theirs has weights, Adam's moments and gradients in
+bfloat16: the kernels and the scheduler's flags differ. D055 to D084 and D166 to D185 ran with collective matmul, the
+compiler's default, and so do ours; D085 to D125 may have, and are asked without.
 
 Unrolled programs are planned with 2 and 8 layers, or compiled with 1 and 3, and the rest is a straight line through
 both. One third of the decisions, by a hash of their names, is held out: no rate or correction may be made from them,
 and the scores of both parts are printed.
 """
 
-import argparse
 import csv
 import dataclasses
 import fnmatch
 import hashlib
-import io
-import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -49,16 +44,17 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.children import ROOT, answer_of, as_csv, parser_for
 from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.base.hardware import GIB
 from tpu_utils.base.writing import write_atomically
 
-ROOT = Path(__file__).resolve().parent.parent
 DECISIONS = ROOT / "benchmarks" / "published" / "decisions.csv"
 ANSWERS = DECISIONS.with_name("answers.csv")
 BY_BOTH = DECISIONS.with_name("answers_newest.csv")
 """Answers of both compilers, priced by the same rules: those of ANSWERS may be priced anew."""
-ALWAYS = "transformer_tpu.py --dataset tokens --precision bfloat16 --attention flash"
+ALWAYS = "--dataset tokens --precision bfloat16 --attention flash"
+BFLOAT16_STATE = "bfloat16_state.py"
 LAYERS = {"llama3_8B": 32, "qwen3_8B": 36}
 COMPILER, ROOFLINE, NEWEST = "compiler", "roofline", "newest compiler's roofline"
 SHORT = {COMPILER: (1, 3), ROOFLINE: (2, 8), NEWEST: (2, 8)}
@@ -77,12 +73,11 @@ class Decision:
     id: str
     kind: str
     slice: str
-    state: str
     rate_a: str
     rate_b: str
     fits_a: str
     fits_b: str
-    a: str  # options | NAME=VALUE ... of the compiler
+    a: str  # perhaps BFLOAT16_STATE, options | NAME=VALUE ... of the compiler
     b: str
     setting_a: str
     setting_b: str
@@ -104,13 +99,12 @@ class Answer:
     by: str
     ms: float
     needed_gib: float
-    state_gib: float
     limit_gib: float
     seconds: float
 
-    def fits(self, state: str) -> bool:
-        spared = self.state_gib / 2 if state == "bfloat16" else 0.0
-        return 0 < self.needed_gib <= self.limit_gib + spared
+    @property
+    def fits(self) -> bool:
+        return 0 < self.needed_gib <= self.limit_gib
 
 
 def option_of(setting: str, name: str) -> str:
@@ -120,49 +114,43 @@ def option_of(setting: str, name: str) -> str:
 
 def command_of(setting: str, slice_name: str, layers: int | None = None) -> list[str]:
     options, _, flags = setting.partition("|")
-    command = ["aot_tpu.py", *ALWAYS.split(), *options.split(), "--topology", slice_name, "--json"]
+    others = options.startswith(BFLOAT16_STATE)
+    script = f"benchmarks/{BFLOAT16_STATE}" if others else "transformer_tpu.py"
+    words = [*ALWAYS.split(), *options.removeprefix(BFLOAT16_STATE).split()]
+    command = ["aot_tpu.py", script, *words, "--topology", slice_name, "--json"]
     command += ["--num_layers", str(layers)] if layers else []
     return command + (["--compiler_options", flags.strip()] if flags else [])
 
 
 def ask(setting: str, slice_name: str, by: str) -> Answer:
-    """Plans or compiles one setting. Raises RuntimeError with the last line that was said where there is no report."""
+    """Plans or compiles one setting. Raises RuntimeError with the reason where there is no report."""
     start = time.monotonic()
     depth = LAYERS[option_of(setting, "--model_size")]
     short = () if "--scan_layers" in setting else SHORT[by]
     reports = []
     for layers in short or (None,):
-        command = [
-            sys.executable,
-            *command_of(setting, slice_name, layers),
-            *["--plan", "--no_cache"] * (by != COMPILER),
-            *["--compiler", "newest_alone"] * (by == NEWEST),
-        ]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        if not done.stdout.strip():
-            raise RuntimeError((done.stderr.strip().splitlines() or ["nothing was said"])[-1])
-        reports += json.loads(done.stdout)
+        command = command_of(setting, slice_name, layers)
+        command += ["--plan", "--no_cache"] * (by != COMPILER) + ["--compiler", "newest_alone"] * (by == NEWEST)
+        reports += answer_of(*command)
 
     def at_depth(values: Sequence[float]) -> float:
         if not short:
             return values[0]
         return values[0] + (values[1] - values[0]) / (short[1] - short[0]) * (depth - short[0])
 
-    state = [r["memory"].get("parameters", 0) + r["memory"].get("optimizer_state", 0) for r in reports]
     return Answer(
         slice=slice_name,
         setting=setting,
         by=by,
         ms=round(at_depth([r["predicted_ms_all_hidden"] or 0.0 for r in reports]), 2),
         needed_gib=round(at_depth([r["peak_bytes"] / GIB for r in reports]), 3),
-        state_gib=round(at_depth([size / GIB for size in state]), 3),
         limit_gib=reports[0]["limit_bytes"] / GIB,
         seconds=round(time.monotonic() - start),
     )
 
 
-def read_decisions(path: Path = DECISIONS) -> list[Decision]:
-    with path.open(newline="") as file:
+def read_decisions() -> list[Decision]:
+    with DECISIONS.open(newline="") as file:
         return [Decision(**row) for row in csv.DictReader(file)]
 
 
@@ -174,7 +162,7 @@ def read_answers(path: Path) -> dict[tuple[str, str, str], Answer]:
     try:
         with path.open(newline="") as file:
             for row in csv.DictReader(file):
-                numbers = {n: float(row[n]) for n in ("ms", "needed_gib", "state_gib", "limit_gib", "seconds")}
+                numbers = {n: float(row[n]) for n in ("ms", "needed_gib", "limit_gib", "seconds")}
                 answer = Answer(row["slice"], row["setting"], row["by"], **numbers)
                 found[answer.slice, answer.setting, answer.by] = answer
     except (KeyError, TypeError, ValueError) as error:
@@ -232,7 +220,7 @@ def compare(
     row |= dict(measured=decision.measured, predicted=predicted, by=by, setting_a=decision.a, setting_b=decision.b)
     fits = (decision.fits_a, decision.fits_b)
     for name, answer, plan, said in zip("ab", pairs[by], pairs[planned_by], fits, strict=True):
-        row |= {f"fits_{name}": said, f"fits_{name}_predicted": "yes" if plan.fits(decision.state) else "no"}
+        row |= {f"fits_{name}": said, f"fits_{name}_predicted": "yes" if plan.fits else "no"}
         row |= {f"gib_{name}": round(plan.needed_gib, 2), f"ms_{name}": answer.ms}
     return row | dict(reason=decision.reason)
 
@@ -305,14 +293,8 @@ def picture(rows: Iterable[dict], file: Path) -> None:
     figure.savefig(file, dpi=110)
 
 
-def as_csv(lines: Iterable[Sequence[str]]) -> bytes:
-    file = io.StringIO()
-    csv.writer(file, lineterminator="\n").writerows(lines)
-    return file.getvalue().encode()
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__)
     help_text = f"default: {ANSWERS.name}; with --newest {BY_BOTH.name}"
     parser.add_argument("--answers", type=Path, metavar="FILE", help=help_text)
     parser.add_argument("--compile", action="store_true")
@@ -333,9 +315,9 @@ def main() -> int:
         decisions = [d for d in decisions if all("--scan_layers" in setting for setting in (d.a, d.b))][:BY_NEWEST]
         failed = sum(ask_missing(decisions, answers, given.minutes, by) for by in (ROOFLINE, NEWEST))
         for name, lines in beside_newest(decisions, read_answers(answers)).items():
-            print(as_csv(lines).decode(), end="")
+            print(as_csv(lines), end="")
             if given.tables:
-                write_atomically(given.tables / name, as_csv(lines))
+                write_atomically(given.tables / name, as_csv(lines).encode())
         return 1 if failed else 0
     failed = ask_missing(decisions, answers, given.minutes, COMPILER if given.compile else ROOFLINE)
     known = read_answers(answers)
@@ -345,12 +327,12 @@ def main() -> int:
     scores = [["kind", *SCORES], *scores, ["all", *score(rows)]]
     for name, held_out in (("used", False), ("held out", True)):
         scores.append([name, *score([row for row in rows if is_held_out(row["id"]) == held_out])])
-    print(as_csv(scores).decode(), end="")
+    print(as_csv(scores), end="")
     print(f"{len(decisions) - len(rows)} decisions are not yet asked", file=sys.stderr)
     if given.tables and rows:
         lines = [list(rows[0]), *([f"{v:.1f}" if isinstance(v, float) else v or "" for v in r.values()] for r in rows)]
-        write_atomically(given.tables / "decisions.csv", as_csv(lines))
-        write_atomically(given.tables / "decisions_scores.csv", as_csv(scores))
+        write_atomically(given.tables / "decisions.csv", as_csv(lines).encode())
+        write_atomically(given.tables / "decisions_scores.csv", as_csv(scores).encode())
     if given.picture and rows:
         picture(rows, given.picture)
     return 1 if failed else 0

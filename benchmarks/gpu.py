@@ -3,7 +3,7 @@
 GPT-2 124M, 8 layers of Llama 3.2 1B, ResNet-50.
 
 Run:     python benchmarks/gpu.py --out gpu.json
-         python benchmarks/gpu.py --rows 'gpt2_8.*'       # these rows; --list prints all names
+         python benchmarks/gpu.py --rows 'gpt2_8.*'       # these rows; a wrong name prints all
          python benchmarks/gpu.py --device cpu --tiny     # a rehearsal; its times say nothing
 Prints:  the card and the versions; a line of JSON for each row; a table; which goals are met.
 Exit:    0; 1 where no row was measured. A row that fails, runs out of memory
@@ -21,7 +21,6 @@ import dataclasses
 import fnmatch
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -32,7 +31,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.children import parser_for, reason_in
+from benchmarks.children import answer_of, parser_for
 from language.options.llama_shape import MODEL_SIZES
 from language.options.shapes import ModelShape
 from tpu_utils.base.gpus import gpu_named
@@ -146,27 +145,15 @@ def versions() -> dict[str, str]:
 
 
 def command_of(task: Task) -> list[str]:
-    return [sys.executable, __file__, "--one", json.dumps(dataclasses.asdict(task))]
+    return [__file__, "--one", json.dumps(dataclasses.asdict(task))]
 
 
 def run_row(task: Task, environment: dict[str, str], limit: float) -> dict:
     """What a process of its own printed last, or why there is nothing: "skipped". What it has started ends with it."""
-    output, errors = (Path(task.folder, f"{task.row}.{name}") for name in ("stdout", "stderr"))
-    with output.open("w") as out, errors.open("w") as err:
-        child = subprocess.Popen(command_of(task), stdout=out, stderr=err, env=environment, start_new_session=True)
-        try:
-            code = child.wait(limit)
-        except subprocess.TimeoutExpired:
-            return {"skipped": f"killed after {limit:g} s"}
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-    said = errors.read_text(errors="replace")
-    if code == 0:
-        return json.loads(output.read_text().strip().splitlines()[-1])
-    print(f"{task.row}:", *said.splitlines()[-25:], sep="\n    ", file=sys.stderr, flush=True)
-    return {"skipped": reason_in(said) or f"exit code {code}, and it said nothing"}
+    try:
+        return answer_of(*command_of(task), limit=limit, env=environment)
+    except (RuntimeError, ValueError) as error:  # ValueError: what it printed last is no JSON
+        return {"skipped": str(error)}
 
 
 def row_of(task: Task, card: str, result: dict) -> dict:
@@ -240,12 +227,10 @@ def environment_of(device: str, caches: Path) -> dict[str, str]:
 def main() -> int:
     parser = parser_for(__doc__)
     parser.add_argument("--rows", nargs="+", default=["*"], metavar="NAME", help="names or patterns; default: all")
-    parser.add_argument("--list", action="store_true", help="print the names of the rows")
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu")
     parser.add_argument("--tiny", action="store_true", help="tiny models")
     parser.add_argument("--limit", type=float, default=300.0, metavar="SECONDS", help="of one program; default 300")
     parser.add_argument("--all_limit", type=float, default=480.0, metavar="SECONDS", help="of all; default 480")
-    parser.add_argument("--caches", type=Path, metavar="DIR", help="keep the compilers' caches here")
     parser.add_argument("--ours", default="", metavar="OPTIONS", help="more options for this project's scripts")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -255,17 +240,13 @@ def main() -> int:
 
         print(json.dumps(gpu_programs.measure(Task(**json.loads(given.one)))), flush=True)
         return 0
-    wanted = [pattern for patterns in given.rows for pattern in patterns.split(",")]
-    names = [name for name in ROWS if any(fnmatch.fnmatch(name, pattern) for pattern in wanted)]
+    names = [name for name in ROWS if any(fnmatch.fnmatch(name, pattern) for pattern in given.rows)]
     if not names:
-        parser.error(f"--rows {' '.join(wanted)} matches no row; expected some of {', '.join(ROWS)}")
-    if given.list:
-        print(*names, sep="\n")
-        return 0
+        parser.error(f"--rows {' '.join(given.rows)} matches no row; expected some of {', '.join(ROWS)}")
     card, rows, end = read_card(), [], time.monotonic() + given.all_limit
     print(f"{card or 'no GPU'}; {', '.join(f'{name} {number}' for name, number in versions().items())}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        environment = environment_of(given.device, given.caches or Path(folder, "caches"))
+        environment = environment_of(given.device, Path(folder, "caches"))
         for task in (Task(name, given.device, given.tiny, folder, given.ours) for name in names):
             left = end - time.monotonic()
             result = {"skipped": f"no time left of {given.all_limit:g} s; ask for it by --rows"}

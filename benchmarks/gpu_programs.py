@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.children import ROOT
-from language.data.llmc_files import GPT2_TOKENS, LLAMA3_TOKENS, MOST_SHORT_TOKENS, TOKEN_FORMATS, header_of
+from benchmarks.children import ROOT, logged
+from language.data.llmc_files import write_token_shard
 from language.options.hf_config import hugging_face_config
 from language.options.llama_shape import LlamaShape
 
@@ -96,20 +96,18 @@ def command_of(task: "Task", folder: Path) -> list[str]:
     return [str(ROOT / "transformer_tpu.py"), *words, "--no_tensorboard", *task.options.split()]
 
 
-def train_lines(path: Path) -> list[dict]:
-    """The whole train lines of a metrics.jsonl that is being written."""
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [record for record in map(json.loads, lines) if record["kind"] == "train"]
+def train_lines(run_dir: Path) -> list[dict]:
+    return [line for line in logged(run_dir) if line["kind"] == "train"]
 
 
-def watch(task: "Task", path: Path) -> None:
+def watch(task: "Task", run_dir: Path) -> None:
     """Reads the run's log beside it. Ends this process once the lines are there: neither the last evaluation nor the
     last checkpoint is measured. The first step is that of `began_with`, the comparison with eager PyTorch in it."""
-    while not (before := train_lines(path)):
+    while not (before := train_lines(run_dir)):
         time.sleep(0.05)
     memory_of_torch(forget=True)
     left_out = len(before) + 1  # one may have been written meanwhile
-    while len(lines := train_lines(path)) < left_out + GROUPS:
+    while len(lines := train_lines(run_dir)) < left_out + GROUPS:
         time.sleep(0.05)
     lines = lines[: left_out + GROUPS]
     found = {"first_step_seconds": lines[0]["began_with"]["compile"], "loss": lines[-1]["loss"]}
@@ -124,15 +122,12 @@ def run_script(task: "Task") -> dict:
     """transformer_tpu.py in this process, as by its command line. The watch ends it; this returns for an error."""
     folder = Path(task.folder, task.row)
     folder.mkdir()
-    magic = GPT2_TOKENS if task.shape.vocab_size <= MOST_SHORT_TOKENS else LLAMA3_TOKENS
-    version, kind, *_ = TOKEN_FORMATS[magic]
     for seed, name in enumerate(("train.bin", "validation.bin")):
-        random = np.random.default_rng(seed)
-        tokens = random.integers(task.shape.vocab_size, size=BATCHES * task.examples + 1, dtype=kind)
-        (folder / name).write_bytes(header_of(magic, version, len(tokens)) + tokens.tobytes())
+        tokens = np.random.default_rng(seed).integers(task.shape.vocab_size, size=BATCHES * task.examples + 1)
+        write_token_shard(folder / name, tokens, task.shape.vocab_size)
     sys.argv = command_of(task, folder)
     sys.path[0] = str(ROOT)  # as for a script that is called by its file
-    watcher = threading.Thread(target=watch, args=(task, folder / "run" / "metrics.jsonl"), daemon=True)
+    watcher = threading.Thread(target=watch, args=(task, folder / "run"), daemon=True)
     watcher.start()
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")

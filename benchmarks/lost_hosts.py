@@ -32,7 +32,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from processes import environment_with, free_port
-from run_files import read_lines
 
 from benchmarks.children import ROOT, as_csv, logged, parser_for, unequal_files
 from tpu_utils.base.restarts import memory_folder, newest_checkpoint
@@ -149,11 +148,6 @@ class Slice:
         places = (self.run_dir / "checkpoints", memory_folder(self.run_dir, self.memory_of(0)))
         return any(found for place in places for found in place.glob(".writing_*"))
 
-    def size(self) -> int:
-        with contextlib.suppress(OSError):
-            return (self.run_dir / "metrics.jsonl").stat().st_size
-        return 0
-
     def restarts(self) -> list[dict]:
         return [line for line in logged(self.run_dir) if line["kind"] == "restart"]
 
@@ -171,8 +165,9 @@ def in_a_save(hosts: Slice) -> None:
 
 def in_an_evaluation(hosts: Slice) -> None:
     """The step's own line is there, the evaluation's not yet."""
-    size, log = hosts.size(), hosts.run_dir / "metrics.jsonl"
-    hosts.until(lambda: any(b'"train"' in line for line in log.read_bytes()[size:].split(b"\n")[:-1]))
+    log = hosts.run_dir / "metrics.jsonl"
+    size = log.stat().st_size
+    hosts.until(lambda: b'"train"' in log.read_bytes()[size:])
     hosts.kill(2)
 
 
@@ -205,13 +200,11 @@ def network_closed(hosts: Slice) -> None:
 
 def machine_away(hosts: Slice) -> None:
     """The others go on without it; it is there again when another script is lost."""
-    logged = hosts.size()
     hosts.restarted(lambda: hosts.lose(2))
     hosts.further()
     hosts.start(2)
     hosts.further()
     hosts.restarted(lambda: hosts.kill(1))
-    assert hosts.size() > logged
 
 
 LOSSES: dict[str, Callable[[Slice], None]] = {
@@ -231,7 +224,7 @@ LOSSES: dict[str, Callable[[Slice], None]] = {
 
 
 def losses_of(run_dir: Path) -> dict[int, float]:
-    lines = [line for line in read_lines(run_dir) if line["kind"] == "train"]
+    lines = [line for line in logged(run_dir) if line["kind"] == "train"]
     losses = {line["step"]: line["loss"] for line in lines}
     assert len(losses) == len(lines), "a step stands there twice"
     return losses
@@ -260,8 +253,7 @@ def main() -> int:
     parser.add_argument("--elastic", type=int, default=0, metavar="N", help="N machines that stay away, and no others")
     options = parser.parse_args()
     kinds = {"a machine stays away": machine_away} if options.elastic else LOSSES
-    seconds: dict[str, list[float]] = defaultdict(list)
-    told_by_loss: list[tuple[str, int]] = []  # how many lines of kind restart there were before it
+    lost: dict[str, list[tuple[float, int]]] = defaultdict(list)  # seconds; lines of kind restart before it
     with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
         folder = Path(made)
         hosts = Slice(folder, bool(options.elastic))
@@ -275,9 +267,8 @@ def main() -> int:
                 else:
                     hosts.restarted(lambda name=name: kinds[name](hosts))
                 hosts.further()
-                seconds[name].append(time.monotonic() - began)
-                told_by_loss.append((name, told))
-                print(f"{number + 1:4} {name}: {seconds[name][-1]:.1f} s", file=sys.stderr, flush=True)
+                lost[name].append((time.monotonic() - began, told))
+                print(f"{number + 1:4} {name}: {lost[name][-1][0]:.1f} s", file=sys.stderr, flush=True)
             hosts.keepers[1].send_signal(signal.SIGTERM)  # one of them: all agree on the step to stop after
             codes = [keeper.wait(TIME_LIMIT) for keeper in hosts.keepers.values()]
         except Ended as ended:
@@ -300,14 +291,12 @@ def main() -> int:
     table = [["lost", "times", "s to the next checkpoint", "restart", "recompile", "lost steps", "silence"]]
     # the line of a loss has the steps lost by it; the start after it stands in the line of the next loss
     places = dict(restart=1, recompile=1, lost_steps=0, silence=0)
-    for name, found in seconds.items():
-        rows = [told for kind, told in told_by_loss if kind == name]
-        by_cause = [
-            [line[cause] for told in rows for line in restarts[told + later : told + later + 1] if cause in line]
-            for cause, later in places.items()
-        ]
-        medians = [f"{statistics.median(values or [0.0]):.1f}" for values in (found, *by_cause)]
-        table.append([name, len(found), *medians])
+    for name, found in lost.items():
+        columns = [[seconds for seconds, _ in found]]
+        for cause, later in places.items():
+            lines = [line for _, told in found for line in restarts[told + later : told + later + 1]]
+            columns.append([line[cause] for line in lines if cause in line])
+        table.append([name, len(found), *(f"{statistics.median(values or [0.0]):.1f}" for values in columns)])
     print(as_csv(table), end="")
     print(f"\nexit codes {codes}; {last} steps; {said}", file=sys.stderr)
     return int(not good or codes != [143] * HOSTS)

@@ -87,10 +87,10 @@ class HuggingFaceGPT(nn.Module):
         return self.model(tokens_BT, use_cache=False).logits
 
 
-def usual_step(model, optimizer, tokens_BS, autocast=None):
-    """A step as the guides show it. autocast: a device type for bfloat16 autocast, None for float32."""
+def usual_step(model, optimizer, tokens_BS):
+    """A step as the guides show it, for torch_xla."""
     optimizer.zero_grad()
-    with torch.autocast(autocast or "cpu", torch.bfloat16, enabled=autocast is not None):
+    with torch.autocast("xla", torch.bfloat16):
         logits = model(tokens_BS[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), tokens_BS[:, 1:].flatten().long())
     loss.backward()

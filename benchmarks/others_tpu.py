@@ -79,7 +79,7 @@ def compile_torch(name: str, topology) -> tuple[str, int]:
         for parameter in model.parameters():
             zeros = {key: torch.empty_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
             optimizer.state[parameter] = {"step": torch.zeros(1).to(device), **zeros}
-        step = torch_xla.compile(partial(peers.usual_step, autocast="xla"), full_graph=True)
+        step = torch_xla.compile(peers.usual_step, full_graph=True)
         arguments = (model, optimizer, tokens)
     compiled = compile_program(trace_step(step, *arguments, owners=(model, optimizer)), topology)
     return compiled.text, compiled.peak_bytes

@@ -9,10 +9,9 @@ Two more moments are told apart from the stages: the samples of pre-training, an
 after the last stage. "start" is what comes before the first stage. A kill waits until its stage runs, then for a
 random part of the stage: at most half of it for the first kill of a stage, nine tenths for the others. Parts are of
 CPU-seconds, because other work on the machine changes all others. With --kills above the number of stages the
-trainings get what is left. The run that was not killed is kept in the folder, and used again by the same command.
+trainings get what is left.
 """
 
-import json
 import os
 import random
 import signal
@@ -28,7 +27,6 @@ from made_tasks import write_task
 
 from benchmarks.children import ROOT, logged, parser_for, unequal_files
 from tpu_utils.base.files import read_json
-from tpu_utils.base.writing import write_atomically
 
 STAGES = ("tokenizer", "shards", "chats", "pretrain", "samples", "evaluate_pretrained", "base", "finetune")
 STAGES += ("evaluate_finetuned", "chat", "model")
@@ -100,16 +98,6 @@ def seconds_of(run: Speedrun) -> Counter:
     return seconds
 
 
-def whole_run(folder: Path, options: list[str]) -> Counter:
-    """seconds_of() a run that is not killed, or of the one before of these options."""
-    kept = folder.with_suffix(".json")
-    found = read_json(kept, "seconds of stages") if kept.exists() else {}
-    if found.get("options") != options:
-        found = {"options": options, "seconds": seconds_of(Speedrun(folder, options))}
-        write_atomically(kept, json.dumps(found).encode())
-    return Counter(found["seconds"])
-
-
 def kill_in(aim: str, part: float, seconds: Counter, folder: Path, options: list[str]) -> str:
     """What the kill met. A stage that is over before it is waited for is not waited for."""
     run, since = Speedrun(folder, options), None
@@ -158,9 +146,9 @@ def main() -> int:
     tasks = write_task(given.work.resolve() / "piqa", "piqa")
     options = ["--text", str(given.text.resolve()), "--tasks", f"piqa={tasks}", "--depth", "1", "--most_steps", "12"]
     whole, killed = (given.work.resolve() / name for name in ("whole", "killed"))
-    if killed.exists():
-        sys.exit(f"{killed} is there already; remove it, or choose another --work")
-    seconds, met = whole_run(whole, options), Counter()
+    if whole.exists() or killed.exists():
+        sys.exit(f"{given.work} has the runs of an earlier call; expected a new folder: remove it, or choose another")
+    seconds, met = seconds_of(Speedrun(whole, options)), Counter()
     for number, aim in enumerate(plan, 1):
         part = source.uniform(0.0, 0.9 if met[aim] else 0.5)
         found = kill_in(aim, part, seconds, killed, options)

@@ -33,14 +33,13 @@ from run_files import numbers, saved_steps, state_in, summary_in
 from benchmarks.children import logged, parser_for
 from tpu_utils.record.log import BESIDE
 
+OPTIONS = ["--device=cpu", "--no_tensorboard", "--resume=auto", "--warmup_steps=2", "--log_every=11", "--save_every=5"]
+OPTIONS += ["--keep_checkpoints=1"]  # so that every save prunes
 MNIST = ["--num_epochs=6", "--global_batch_size=128", "--channels=4", "--hidden_dim=16", "--max_shift=2"]
-MNIST += ["--warmup_steps=2", "--log_every=11", "--save_every=5", "--eval_batch_size=60"]  # 66 steps, 6 evaluations
-MNIST += ["--keep_checkpoints=1"]  # so that every save prunes
+MNIST += ["--eval_batch_size=60"]  # 66 steps, 6 evaluations
 GPT = ["--num_layers=1", "--num_heads=2", "--embedding_dim=32", "--sequence_length=16", "--global_batch_size=16"]
-GPT += ["--num_steps=66", "--warmup_steps=2", "--log_every=11", "--save_every=5", "--eval_every=11", "--eval_batches=5"]
-GPT += ["--keep_checkpoints=1"]
-RESNET = ["--depth=8", "--width=2", "--num_epochs=6", "--global_batch_size=372", "--warmup_steps=2", "--log_every=11"]
-RESNET += ["--save_every=5", "--keep_checkpoints=1"]
+GPT += ["--num_steps=66", "--eval_every=11", "--eval_batches=5"]
+RESNET = ["--depth=8", "--width=2", "--num_epochs=6", "--global_batch_size=372"]
 VARIANTS = {
     "simple": ["simple_mnist_tpu.py", *MNIST],
     "ddp_1": ["ddp_mnist_tpu.py", *MNIST],
@@ -58,22 +57,17 @@ PLANS = [(number, aim) for number in SIGNALS for aim in AIMS]
 DIFFER_BY_PROCESS = {"seconds", "goodput", "train_graphs", "eval_graphs", "hbm_peak_bytes", *BESIDE}
 
 
-def launch(options: list[str], changes: dict[str, str], output: Path) -> Script:
-    """`python OPTIONS` in an environment with these changes, all that it prints in one file."""
-    output.write_bytes(b"")
-    return Script(*options, output=output, **changes)
-
-
 class Run:
     """A training process and what it has written so far."""
 
     def __init__(self, variant: str, run_dir: Path):
         self.run_dir, self.output = run_dir, run_dir.with_suffix(".log")
         self.done = max(saved_steps(run_dir), default=0)
-        options = [*VARIANTS[variant], "--device=cpu", "--no_tensorboard", f"--run_dir={run_dir}", "--resume=auto"]
+        options = [*VARIANTS[variant], *OPTIONS, f"--run_dir={run_dir}"]
         options += [f"--data_dir={run_dir.parent}"] if variant == "stream" else []
         devices = {"CPU_NUM_DEVICES": "8"} if variant.startswith("transformer") else {}
-        self.process = launch(options, devices, self.output)
+        self.output.write_bytes(b"")
+        self.process = Script(*options, output=self.output, **devices)
         self.started = time.monotonic()
 
     def phase(self) -> str:
@@ -115,11 +109,7 @@ class Run:
 def bits(value) -> object:
     """A value that is equal exactly where every bit is, nan included."""
     if isinstance(value, torch.Tensor):
-        return tuple(value.shape), str(value.dtype), value.contiguous().numpy().tobytes()
-    if isinstance(value, dict):
-        return {key: bits(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [bits(item) for item in value]
+        return value.shape, value.dtype, value.contiguous().numpy().tobytes()
     return repr(value)
 
 

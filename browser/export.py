@@ -32,6 +32,8 @@ WEIGHTS = ("float32", "float16", "int8")
 LARGEST_ERROR = {"float32": 1e-4, "float16": 2e-2, "int8": 0.5}
 """Largest allowed error of a logit, relative to the largest logit: the export against PyTorch in float32."""
 LARGEST_TEMPLATE = 1 << 20  # bytes
+EARLIER = ".earlier"
+"""The export that was replaced, inside of the new one until that has its name."""
 EARLIER_TEMPLATES = {
     **{0xC1966534: "chatml", 0x4992B91D: "gemma", 0x4EB24508: "llama3", 0xA47C1BD9: "mistral"},
     **{0xC6F3A29E: "olmo2", 0x8F9499B3: "phi4", 0xF8007751: "plain", 0x05A2436D: "qwen3"},
@@ -50,23 +52,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--chunk", type=int, default=64, metavar="N", help="tokens of a prompt at once; default: 64")
     parser.add_argument("--checkpoint", choices=("newest", "best"), default="newest", help="which one of a run")
     formats = ("auto", *FORMATS)
-    parser.add_argument(
-        "--chat_format",
-        choices=formats,
-        default="auto",
-        metavar="NAME",
-        help=f"format of conversations: {', '.join(formats)}; auto: that of a run on chats, or of a template that a "
-        "folder has from one",
-    )
+    which = f"format of conversations: {', '.join(formats)}; auto: that of a run on chats, or of a template that a "
+    which += "folder has from one"
+    parser.add_argument("--chat_format", choices=formats, default="auto", metavar="NAME", help=which)
     parser.add_argument("--tokenizer", default="", help="bytes, gpt2, numbers, a tokenizer.json or its folder")
     script = Path(__file__).parent.with_name("simple_mnist_tpu.py")
-    parser.add_argument(
-        "--script",
-        type=Path,
-        default=script,
-        metavar="FILE",
-        help="script of an image classifier: the one with its class ConvNet",
-    )
+    which = "script of an image classifier: the one with its class ConvNet"
+    parser.add_argument("--script", type=Path, default=script, metavar="FILE", help=which)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     given = parse_arguments(parser, arguments)
     try:
@@ -88,9 +80,6 @@ def check_arguments(given: argparse.Namespace) -> None:
             )
         if given.out.resolve() in (given.source.resolve(), *given.source.resolve().parents):
             raise InputError(f"{given.out} holds {given.source}; expected a folder beside it; choose another")
-        for path in (given.out.with_name(name) for name in aside(given.out)):
-            if os.path.lexists(path) and not is_export(path):
-                raise InputError(f"{path} is there and is no export; the new one needs this name for a while; move it")
     except OSError as error:
         raise InputError(f"{error.filename}: {error.strerror}; expected a folder, as --help says") from error
     if given.context < 0:
@@ -99,16 +88,12 @@ def check_arguments(given: argparse.Namespace) -> None:
         raise InputError(f"chunk is {given.chunk}; expected 1 or more")
 
 
-def aside(out: Path) -> tuple[str, str]:
-    """(name of the new export while it is written, name of the old one while it is replaced)."""
-    return f"{out.name}.new", f".replaced_{out.name}"
-
-
 def is_export(folder: Path) -> bool:
     """Whether the folder may be replaced: browser.export wrote it, and it holds no other file."""
     try:
         told = json.loads((folder / MODEL_JSON).read_text())
-        return told["format"] == FORMAT and {path.name for path in folder.iterdir()} <= {MODEL_JSON, *told["files"]}
+        ours = {MODEL_JSON, EARLIER, *told["files"]}
+        return told["format"] == FORMAT and {path.name for path in folder.iterdir()} <= ours
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -192,13 +177,7 @@ def export_language_model(given: argparse.Namespace, folder: Path) -> dict:
         if given.weights == "float16":
             store_half(folder / f"{name}.onnx")
     share_weights([folder / "prefill.onnx", folder / "decode.onnx"], folder / "weights.bin")
-    error = check_language_model(model, folder, context, chunk)
-    print(f"checked    logits of prefill and decode within {error:.1e} of PyTorch's in float32, of the largest")
-    if not error <= LARGEST_ERROR[given.weights]:
-        raise TrainingError(
-            f"onnxruntime's logits are {error:.1e} of the largest away from PyTorch's; expected "
-            f"{LARGEST_ERROR[given.weights]} at most with {given.weights}; nothing was written"
-        )
+    check_error(largest_difference(model, folder, context, chunk), given.weights)
     return dict(
         kind="language_model",
         family=getattr(shape, "family", "gpt2"),
@@ -260,7 +239,17 @@ def write_tokenizer(source: Source, given: argparse.Namespace, folder: Path) -> 
     return "tokenizer.json"
 
 
-def check_language_model(model: CachedModel, folder: Path, context: int, chunk: int) -> float:
+def check_error(error: float, weights: str) -> None:
+    """Prints the largest difference of a logit, relative to the largest. Raises TrainingError where it is too large."""
+    print(f"checked    logits within {error:.1e} of PyTorch's in float32, of the largest")
+    if not error <= LARGEST_ERROR[weights]:
+        raise TrainingError(
+            f"onnxruntime's logits are {error:.1e} of the largest away from PyTorch's; expected "
+            f"{LARGEST_ERROR[weights]} at most with {weights}; nothing was written"
+        )
+
+
+def largest_difference(model: CachedModel, folder: Path, context: int, chunk: int) -> float:
     """Largest difference of a logit, relative to the largest logit, of a padded prefill and three decoding steps."""
     shape, generator = model.model.shape, torch.Generator().manual_seed(0)
     sessions = {name: open_session(folder / f"{name}.onnx") for name in ("prefill", "decode")}
@@ -308,13 +297,10 @@ def export_classifier(given: argparse.Namespace, folder: Path) -> dict:
     expected = model(image)
     export_graph(model, (image,), ("image",), ("logits",), path)
     (found,) = open_session(path).run(["logits"], {"image": image.numpy()})
-    error = float((expected - torch.from_numpy(found)).abs().max() / expected.abs().max())
-    print(f"checked    logits within {error:.1e} of PyTorch's, of the largest")
-    if not error <= LARGEST_ERROR["float32"]:
-        raise TrainingError(f"onnxruntime's logits are {error:.1e} away from PyTorch's; nothing was written")
-    pixels = dict(layout="NCHW", mean=[0.0], std=[1.0])  # the graph has the model's own normalisation inside
+    check_error(float((expected - torch.from_numpy(found)).abs().max() / expected.abs().max()), "float32")
     classes = [str(number) for number in range(expected.shape[1])]
-    return dict(kind="image_classifier", image_size=[size, size], channels=1, classes=classes, **pixels)
+    pixels = dict(image_size=[size, size], channels=1, layout="NCHW", mean=[0.0], std=[1.0])  # the graph normalises
+    return dict(kind="image_classifier", classes=classes, **pixels)
 
 
 def build_classifier(given: argparse.Namespace, saved) -> tuple[torch.nn.Module, int]:
@@ -351,23 +337,17 @@ def main(given: argparse.Namespace) -> int:
     step = CheckpointReader(given.source / "checkpoints").load("must") if is_run else None
     is_text = step is None or "model/token_embedding" in step.entries
     source = f"run {given.source.resolve().name}" if is_run else f"Hugging Face folder {given.source.resolve().name}"
-    new, earlier = (given.out.with_name(name) for name in aside(given.out))
-    if is_export(new):  # an earlier export stopped before it renamed this
-        shutil.rmtree(new)
-    with written_aside(new) as folder:
+    out = given.out.resolve()
+    with written_aside(out) as folder:
         facts = (export_language_model if is_text else export_classifier)(given, folder)
         packages = ("torch", "onnx", "onnxscript", "onnxruntime")
         model = dict(format=FORMAT, **facts, opset=OPSET, versions={name: version(name) for name in packages})
         model |= dict(source=source, files=describe(folder))
         (folder / MODEL_JSON).write_text(json.dumps(model, indent=1))
         open_export(folder)  # checks it as every reader does
-    if is_export(given.out):
-        if is_export(earlier):  # an earlier export stopped before it deleted this
-            shutil.rmtree(earlier)
-        given.out.rename(earlier)
-    new.rename(given.out)
-    if is_export(earlier):
-        shutil.rmtree(earlier)
+        if is_export(out):
+            out.rename(folder / EARLIER)
+    shutil.rmtree(out / EARLIER, ignore_errors=True)
     size = sum(entry["bytes"] for entry in model["files"].values())
     print(f"exported   {given.out}: {', '.join(sorted(model['files']))}: {size / 1e6:,.1f} MB, {given.weights} weights")
     return 0

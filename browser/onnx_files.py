@@ -21,17 +21,22 @@ EXPECTED = "a folder of browser.export"
 LARGEST_GRAPH = 1 << 28  # bytes
 MOST_NUMBERS = 1 << 31  # in a cache
 MOST_STOPS = 1000
-INSTALL = "pip install -r browser/requirements.txt"
 
 
 def needed(*packages: str) -> None:
     """Raises InputError unless the packages are installed."""
     if missing := [name for name in packages if find_spec(name) is None]:
-        raise InputError(f"needs {', '.join(missing)}, not installed; {INSTALL}")
+        raise InputError(f"needs {', '.join(missing)}, not installed; pip install -r browser/requirements.txt")
 
 
 def is_count(value: Any, least: int = 1, most: int = 1 << 24) -> bool:
     return type(value) is int and least <= value <= most
+
+
+def check_field(path: Path, name: str, value: Any, is_right: bool, expected: str) -> None:
+    """Raises InputError unless is_right."""
+    if not is_right:
+        raise InputError(f"{path}: {name} is {value!r:.80}; expected {expected}; export it again")
 
 
 def open_export(folder: Path) -> dict[str, Any]:
@@ -41,8 +46,7 @@ def open_export(folder: Path) -> dict[str, Any]:
     kind, files = model.get("kind"), model.get("files")
 
     def check(is_right: bool, name: str, expected: str) -> None:
-        if not is_right:
-            raise InputError(f"{path}: {name} is {model.get(name)!r:.80}; expected {expected}; export it again")
+        check_field(path, name, model.get(name), is_right, expected)
 
     check(model.get("format") == FORMAT, "format", FORMAT)
     check(kind in ("language_model", "image_classifier"), "kind", "language_model or image_classifier")
@@ -58,11 +62,8 @@ def open_export(folder: Path) -> dict[str, Any]:
         check(model["chunk"] <= model["context"], "chunk", "at most the context")
         start, stops = model.get("start"), model.get("stops")
         check(start is None or is_count(start, 0, vocabulary - 1), "start", "a token of the vocabulary, or null")
-        check(
-            isinstance(stops, list) and all(is_count(token, 0, vocabulary - 1) for token in stops),
-            "stops",
-            "tokens of the vocabulary",
-        )
+        are_tokens = isinstance(stops, list) and all(is_count(token, 0, vocabulary - 1) for token in stops)
+        check(are_tokens, "stops", "tokens of the vocabulary")
         check(model.get("tokenizer") in ("bytes", "numbers", "tokenizer.json"), "tokenizer", "bytes, numbers or a file")
         check(model["tokenizer"] != "tokenizer.json" or "tokenizer.json" in files, "files", "a tokenizer.json too")
         check(model["tokenizer"] != "bytes" or vocabulary == 257, "vocab_size", "257 with bytes")
@@ -70,14 +71,11 @@ def open_export(folder: Path) -> dict[str, Any]:
             check_chat(path, model["chat"], vocabulary)
     else:
         size = model.get("image_size")
-        check(
-            isinstance(size, list) and len(size) == 2 and all(is_count(n, 1, 4096) for n in size),
-            "image_size",
-            "two sizes",
-        )
-        check(model.get("channels") in (1, 3), "channels", "1 or 3")
+        are_sizes = isinstance(size, list) and len(size) == 2 and all(is_count(n, 1, 4096) for n in size)
+        check(are_sizes, "image_size", "two sizes")
         check(isinstance(model.get("classes"), list) and 0 < len(model["classes"]) < 10**5, "classes", "names")
-        check(model.get("layout") in ("NCHW", "NHWC"), "layout", "NCHW or NHWC")
+        for name, only in (("channels", 1), ("layout", "NCHW"), ("mean", [0]), ("std", [1])):
+            check(model.get(name) == only, name, str(only))
     for name, told in files.items():
         check_file(folder, name, told)
     for name in files:
@@ -89,15 +87,13 @@ def open_export(folder: Path) -> dict[str, Any]:
 def check_chat(path: Path, chat: Any, vocab_size: int) -> None:
     """Raises InputError unless it has a format and tokens, as browser.export names them."""
     chat = chat if isinstance(chat, dict) else {}
-    if chat.get("format") not in list(FORMATS):
-        expected = f"one of {', '.join(FORMATS)}"
-        raise InputError(f"{path}: chat.format is {chat.get('format')!r:.80}; expected {expected}; export it again")
+    format = chat.get("format")
+    check_field(path, "chat.format", format, format in list(FORMATS), f"one of {', '.join(FORMATS)}")
     for name, least, most in (("begin", 0, 1), ("stops", 1, MOST_STOPS), ("words", 1, MOST_STOPS)):
         tokens = chat.get(name)
         is_list = isinstance(tokens, list) and least <= len(tokens) <= most
-        if not is_list or not all(is_count(token, 0, vocab_size - 1) for token in tokens):
-            expected = f"{least} to {most} tokens of the vocabulary"
-            raise InputError(f"{path}: chat.{name} is {tokens!r:.80}; expected {expected}; export it again")
+        are_tokens = is_list and all(is_count(token, 0, vocab_size - 1) for token in tokens)
+        check_field(path, f"chat.{name}", tokens, are_tokens, f"{least} to {most} tokens of the vocabulary")
 
 
 def check_file(folder: Path, name: str, told: Any) -> None:
@@ -156,9 +152,7 @@ def check_graph(path: Path, model: dict[str, Any]) -> None:
 def shapes(name: str, model: dict[str, Any]) -> tuple[dict, dict]:
     """({input: (type, shape)}, {output: (type, shape)}) of a graph; 1 is float32, 6 is int32."""
     if model["kind"] == "image_classifier":
-        (height, width), channels = model["image_size"], model["channels"]
-        image = [1, channels, height, width] if model["layout"] == "NCHW" else [1, height, width, channels]
-        return {"image": (1, image)}, {"logits": (1, [1, len(model["classes"])])}
+        return {"image": (1, [1, 1, *model["image_size"]])}, {"logits": (1, [1, len(model["classes"])])}
     count = model["chunk"] if name == "prefill.onnx" else 1
     cache = [model["num_layers"], 1, model["context"], model["num_cached_heads"], model["head_dim"]]
     rows = [*cache[:2], count, *cache[3:]]
@@ -170,12 +164,11 @@ def shapes(name: str, model: dict[str, Any]) -> tuple[dict, dict]:
     }
 
 
-def open_session(path: Path, threads: int = 0):
-    """onnxruntime's session of a graph. threads: 0 takes one for each core."""
+def open_session(path: Path):
+    """onnxruntime's session of a graph, with a thread for each core."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
     options.log_severity_level = 3  # errors
     try:
         return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])

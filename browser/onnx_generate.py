@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from browser.onnx_files import needed, open_export, open_session, run_session
-from language.data.tokenizer import Numbers, Tokenizer, load_tokenizer
-from language.generation.sampling import Asked, SamplingOptions, ask, print_continuations
+from language.data.tokenizer import Numbers, load_tokenizer
+from language.generation.sampling import SamplingOptions, ask, print_continuations
 from tpu_utils.base.errors import InputError, NonFiniteError, run_script
 from tpu_utils.options.environment import command_line
 from tpu_utils.options.tool_arguments import parse_options
@@ -124,30 +124,17 @@ def generate(model: OnnxModel, prompt: list[int], config: SamplingOptions, ends=
         logits = model.read(found[-1:])
 
 
-def tokenizer_of(facts: dict, folder: Path) -> Tokenizer:
-    if facts["tokenizer"] == "numbers":
-        return Numbers(facts["vocab_size"])
-    return load_tokenizer("bytes" if facts["tokenizer"] == "bytes" else str(folder / "tokenizer.json"))
-
-
-def asked_of(config: SamplingOptions, facts: dict, tokenizer: Tokenizer) -> Asked:
-    """What the model reads. A question is asked in the format that model.json has, unless --chat_format names one."""
-    chat = facts.get("chat")
-    if not config.chat or chat is None or config.chat_format != "auto":
-        return ask(config, tokenizer, facts["start"], config.chat_format, set(facts["stops"]))
-    return ask(config, tokenizer, facts["start"], chat["format"], set(chat["stops"]))
-
-
-def check_folder(config: OnnxConfig) -> None:
-    """Raises InputError where a package is missing."""
-    needed("onnx", "onnxruntime")
-
-
 def main(config: OnnxConfig) -> int:
-    folder = Path(config.onnx)
-    model = OnnxModel(folder)
-    tokenizer = tokenizer_of(model.facts, folder)
-    asked = asked_of(config, model.facts, tokenizer)
+    model = OnnxModel(Path(config.onnx))
+    facts = model.facts
+    if facts["tokenizer"] == "numbers":
+        tokenizer = Numbers(facts["vocab_size"])
+    else:
+        tokenizer = load_tokenizer("bytes" if facts["tokenizer"] == "bytes" else f"{config.onnx}/tokenizer.json")
+    format, stops, chat = config.chat_format, facts["stops"], facts.get("chat")
+    if config.chat and chat and format == "auto":  # the format of the export
+        format, stops = chat["format"], chat["stops"]
+    asked = ask(config, tokenizer, facts["start"], format, set(stops))
     found = [generate(model, prompt, config, asked.ends) for prompt in asked.prompts]
     print_continuations(config, asked, found, tokenizer)
     print(f"{sum(map(len, found))} tokens by onnxruntime", file=sys.stderr)
@@ -155,5 +142,5 @@ def main(config: OnnxConfig) -> int:
 
 
 if __name__ == "__main__":
-    config = command_line(OnnxConfig, __doc__, check_folder, parse_options)
+    config = command_line(OnnxConfig, __doc__, lambda config: needed("onnx", "onnxruntime"), parse_options)
     sys.exit(run_script(lambda: main(config), answers=True))

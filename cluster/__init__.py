@@ -11,6 +11,5 @@ admission  asks the TPU compiler whether a step fits before it takes a place in 
 manifests  the commands and YAML that create a slice; pods writes the YAML, request checks what was asked for,
            slices is the table of machines and zones, quoting carries any word through shells, YAML and Kubernetes
 
-driver, turns, host and guard run on the cluster: they import the standard library, Ray, and two files of tpu_utils:
-hardware.py and restarts.py.
+driver, turns, host and guard run on the cluster: they import the standard library, Ray and tpu_utils.
 """

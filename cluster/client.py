@@ -1,6 +1,7 @@
 """Talks to the head of a shared cluster, by HTTP alone: Ray's Jobs API, its State API, and the file of the queue."""
 
 import asyncio
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -13,6 +14,7 @@ import socket
 import tempfile
 import time
 import urllib.parse
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -112,10 +114,7 @@ class Cluster:
         hosts = self.hosts()
         found = candidates(request, hosts)
         if not found:
-            there: dict[str, int] = {}
-            for host in hosts:
-                shown = f"{host.chips} chips" + (f" of {host.kind}" if host.kind else "")
-                there[shown] = there.get(shown, 0) + 1
+            there = Counter(f"{host.chips} chips" + (f" of {host.kind}" if host.kind else "") for host in hosts)
             shown = ", ".join(f"{count} host{'s' * (count > 1)} with {what}" for what, count in sorted(there.items()))
             more = "" if request.hosts > 1 else "; more chips than a host has are a slice: --slice v5litepod-16"
             raise InputError(
@@ -124,12 +123,14 @@ class Cluster:
             )
         return [host for group in found for host in group]
 
-    def find(self, name: str):
-        """The job of this name. Raises InputError where there is none."""
-        for job in self.jobs.list_jobs():
-            if job.submission_id == name:
-                return job
-        raise InputError(f"no run {name!r} on this cluster; `python -m cluster list` shows those there are")
+    def job_named(self, name: str):
+        """The job of this name, or None."""
+        return next((job for job in self.jobs.list_jobs() if job.submission_id == name), None)
+
+    def check_name(self, name: str) -> None:
+        """Raises InputError where no run has this name."""
+        if not self.job_named(name):
+            raise InputError(f"no run {name!r} on this cluster; `python -m cluster list` shows those there are")
 
     def check_hosts(self) -> None:
         """Raises InputError where other users of a host could put their own code in place of what is submitted.
@@ -177,21 +178,15 @@ class Cluster:
 
     def submit(self, spec: Spec, folder: Path, most_mib: float, variables: Mapping[str, str]) -> None:
         """Raises InputError for a name in use, a folder that is too large, and hosts that others can change."""
-        request, former = spec.request, None
-        for job in self.jobs.list_jobs():
-            if job.submission_id != request["name"]:
-                continue
-            owner = (job.metadata or {}).get("user", "?")
-            if str(job.status.value) not in ENDED or owner != request["user"]:
+        request, name = spec.request, spec.request["name"]
+        if former := self.job_named(name):
+            owner = (former.metadata or {}).get("user", "?")
+            if str(former.status.value) not in ENDED or owner != request["user"]:
                 raise InputError(
-                    f"name {request['name']!r} is in use: {job.status.value} run of {owner}; choose another --name, or "
-                    f"`python -m cluster stop {request['name']}` if it is yours"
+                    f"name {name!r} is in use: {former.status.value} run of {owner}; choose another --name, or "
+                    f"`python -m cluster stop {name}` if it is yours"
                 )
-            former = job.submission_id
-        try:
-            code = check_folder(folder, most_mib)
-        except ValueError as error:
-            raise InputError(str(error)) from error
+        code = check_folder(folder, most_mib)
         self.check_hosts()
         if code.secrets:
             shown = ", ".join(code.secrets)
@@ -225,8 +220,8 @@ class Cluster:
             self._patiently(self.jobs._upload_working_dir_if_needed, environment)
             self._patiently(self.jobs._upload_py_modules_if_needed, environment)
             if former:  # the same run goes on under its name; nothing is refused here any more
-                self.jobs.delete_job(former)
-            self._submit(entrypoint, request["name"], runtime_env=environment, metadata=metadata)
+                self.jobs.delete_job(name)
+            self._submit(entrypoint, name, runtime_env=environment, metadata=metadata)
 
     def _submit(self, entrypoint: str, name: str, **settings) -> None:
         self._patiently(self.jobs.submit_job, entrypoint=entrypoint, submission_id=name, **settings)
@@ -243,47 +238,40 @@ class Cluster:
                     raise PassingError(f"the cluster does not take the run: {first_line(error)}") from error
                 time.sleep(1)  # the head has just begun, or has much to do
 
-    def follow(self, name: str, say) -> int:
-        """Passes the log on until the run has ended. Its exit code."""
+    def follow(self, name: str, say: Callable[[str], object]) -> int:
+        """Passes the log on until the run has ended. Its exit code. Raises PassingError where the head has ended."""
         shown = 0  # characters; after a broken connection it goes on from there
 
-        def pass_on(text: str) -> None:
+        async def tail() -> None:
             nonlocal shown
-            say(text)
-            shown += len(text)
+            passed, begin = 0, ""
+            async for part in self.jobs.tail_job_logs(name):
+                if not passed:  # nothing but the preface so far
+                    begin += part
+                    part = without_preface(begin)
+                if new := part[max(shown - passed, 0) :]:
+                    say(new)
+                passed += len(part)
+                shown = max(shown, passed)
 
         while True:
+            with contextlib.suppress(RuntimeError, OSError):  # the connection broke: it is made again
+                asyncio.run(tail())
             try:
-                asyncio.run(self._tail(name, shown, pass_on))
-            except (RuntimeError, OSError) as error:
-                if isinstance(error, ConnectionRefusedError):
-                    raise PassingError(
-                        f"the cluster's head is gone: {error}; the run is lost with it, see list"
-                    ) from error
-            job = self.jobs.get_job_info(name)
+                job = self.jobs.get_job_info(name)
+            except OSError as error:
+                raise PassingError(f"the cluster's head is gone: {error}; the run is lost with it, see list") from error
             if str(job.status.value) in ENDED:
-                rest = self.jobs.get_job_logs(name)
-                pass_on(without_preface(rest)[shown:])
+                say(without_preface(self.jobs.get_job_logs(name))[shown:])
                 return exit_code(job)
             time.sleep(0.5)
 
-    async def _tail(self, name: str, shown: int, say) -> None:
-        """Passes on what comes after `shown` characters of the log."""
-        passed, begin = 0, ""
-        async for part in self.jobs.tail_job_logs(name):
-            if not passed:  # nothing but the preface so far
-                begin += part
-                part = without_preface(begin)
-            if new := part[max(shown - passed, 0) :]:
-                say(new)
-            passed += len(part)
-
     def log(self, name: str) -> str:
-        self.find(name)
+        self.check_name(name)
         return without_preface(self.jobs.get_job_logs(name))
 
     def stop(self, name: str) -> None:
-        self.find(name)
+        self.check_name(name)
         self.jobs.stop_job(name)
 
 
@@ -294,7 +282,7 @@ def without_preface(text: str) -> str:
 
 def exit_code(job) -> int:
     """Exit code of a job that has ended: the driver's own; 143 if Ray stopped it; 1 if it was killed."""
-    code = getattr(job, "driver_exit_code", None)
+    code = job.driver_exit_code
     if str(job.status.value) == "STOPPED":
         return 143
     return code if code is not None and code >= 0 else 0 if str(job.status.value) == "SUCCEEDED" else 1

@@ -20,6 +20,7 @@ newest checkpoint when its worker, host or slice dies: cluster/README.md.
 import argparse
 import getpass
 import importlib.util
+import json
 import math
 import os
 import re
@@ -27,8 +28,10 @@ import secrets
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
+from cluster import view
 from cluster.deciding import PARTS, Request
 from cluster.slices import COUNTED
 from tpu_utils.base.errors import InputError
@@ -38,16 +41,13 @@ from tpu_utils.options.environment import attached_chips
 from tpu_utils.options.tool_arguments import make_parser, parse_arguments
 from tpu_utils.remote.hosts import family
 
-ADDRESS_VARIABLE, STORAGE_VARIABLE = "RAY_ADDRESS", "TPU_CLUSTER_STORAGE"
-
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
+    variable = os.environ.get
     parser = make_parser("cluster", __doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument(
-        "--address", default=os.environ.get(ADDRESS_VARIABLE, ""), help="http://HEAD:8265; default: RAY_ADDRESS"
-    )
+    shared.add_argument("--address", default=variable("RAY_ADDRESS"), help="http://HEAD:8265; default: RAY_ADDRESS")
     shared.add_argument("--debug", action="store_true", help="a traceback with an error")
     run = commands.add_parser("run", parents=[shared], allow_abbrev=False, help="a script, now or when its turn comes")
     run.add_argument("script")
@@ -55,13 +55,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     size.add_argument("--chips", type=int, choices=PARTS, help="chips of one host; default: 1")
     size.add_argument("--slice", dest="kind", default="", help="a whole slice, as v5litepod-16: a process on each host")
     run.add_argument("--name", help="name of the run and its run directory; default: script, date and time")
-    run.add_argument("--user", default=None, help="whom it is counted to; default: the login name")
+    run.add_argument("--user", help="whom it is counted to; default: the login name")
     run.add_argument("--priority", type=int, default=0, help="higher comes first; default: 0")
-    run.add_argument(
-        "--storage",
-        default=os.environ.get(STORAGE_VARIABLE, ""),
-        help="for run directories: gs://... or a shared folder; default: TPU_CLUSTER_STORAGE",
-    )
+    where = "for run directories: gs://... or a shared folder; default: TPU_CLUSTER_STORAGE"
+    run.add_argument("--storage", default=variable("TPU_CLUSTER_STORAGE"), help=where)
     run.add_argument("--plain", action="store_true", help="the script takes no --run_dir, --resume and --compile_for")
     run.add_argument("--env", action="append", default=[], metavar="NAME", help="a variable to take along, not shown")
     run.add_argument("--retries", type=int, default=3, help="starts after a fault; default: 3")
@@ -93,7 +90,7 @@ def check_ray() -> None:
         )
 
 
-def request_of(arguments: argparse.Namespace, default_chips: int) -> Request:
+def request_of(arguments: argparse.Namespace) -> Request:
     """What the command line asks for. Raises InputError."""
     user = arguments.user or getpass.getuser()
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
@@ -101,7 +98,7 @@ def request_of(arguments: argparse.Namespace, default_chips: int) -> Request:
     for what, text in (("--name", name), ("--user", user)):
         if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,99}", text, re.ASCII):
             raise InputError(f"{what} is {text!r}; expected letters, digits, and . _ - within")
-    chips, hosts = arguments.chips or default_chips, 1
+    chips, hosts = arguments.chips or 1, 1
     if arguments.kind:
         try:
             topology = parse_topology(arguments.kind)
@@ -166,19 +163,20 @@ def run(arguments: argparse.Namespace, options: list[str]) -> int:
     from cluster.host import versions
 
     alone = not arguments.address
-    chips_here = attached_chips()
-    request = request_of(arguments, 1)
+    request = request_of(arguments)
     if alone:
+        chips_here = attached_chips()
         check_alone(arguments, request, len(chips_here))
-    cluster = None if alone else Cluster(arguments.address)
-    hosts = cluster.check_chips_wanted(request) if cluster else []
+        families = {family(chip)[0] for chip in chips_here}
+    else:
+        cluster = Cluster(arguments.address)
+        families = {host.family for host in cluster.check_chips_wanted(request)}
     storage = arguments.storage or ("runs" if alone else "")
     if not arguments.plain and not storage and "run_dir" not in options_in(options):
         raise InputError(
-            f"no --storage, {STORAGE_VARIABLE} or --run_dir: expected a place for run directories that every host "
+            "no --storage, TPU_CLUSTER_STORAGE or --run_dir: expected a place for run directories that every host "
             "reaches, gs://BUCKET/runs or a shared folder; a script that takes no --run_dir wants --plain"
         )
-    families = {family(chip)[0] for chip in chips_here} if alone else {host.family for host in hosts}
     (only,) = families if len(families) == 1 else [""]
     asked = request.kind or (f"{only}-{request.chips * COUNTED.get(only, 1)}" if only else "")
     if not arguments.no_check and not arguments.plain:
@@ -187,10 +185,9 @@ def run(arguments: argparse.Namespace, options: list[str]) -> int:
         else:
             say("admission", "not asked: the hosts have no TPU, and no --slice names one to ask about")
     kept = "" if arguments.plain else storage or "given"
-    request_fields = {name: value for name, value in vars(request).items() if name != "avoid"}
     packages = {name: found for name, found in versions().items() if name != "python"}  # a laptop may have another
     place = str(folder) if alone else ""
-    spec = Spec(request_fields, arguments.script, options, kept, place, arguments.retries, packages)
+    spec = Spec(vars(request), arguments.script, options, kept, place, arguments.retries, packages)
     if alone:
         return run_alone(spec, variables, len(chips_here))
     cluster.submit(spec, folder, arguments.most_mib, variables)
@@ -203,14 +200,9 @@ def run(arguments: argparse.Namespace, options: list[str]) -> int:
 
 def follow(cluster, name: str, stops: bool) -> int:
     """Passes the log on; the run's exit code. stops: the first Ctrl-C stops the run, the second only this command."""
-
-    def show(text: str) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-
     while True:
         try:
-            return cluster.follow(name, show)
+            return cluster.follow(name, partial(print, end="", flush=True))
         except KeyboardInterrupt:
             if not stops:
                 return 130
@@ -233,9 +225,6 @@ def main(argv: Sequence[str]) -> int:
             f"{arguments.command} asks a shared cluster: name it by --address http://HEAD:8265 or RAY_ADDRESS"
         )
     check_ray()
-    import json
-
-    from cluster import view
     from cluster.client import Cluster
 
     cluster = Cluster(arguments.address)

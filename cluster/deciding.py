@@ -9,6 +9,7 @@ runs, and holds up nobody.
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 PARTS = (1, 2, 4, 8)
 """Chips of one host that a run may have: what Ray and libtpu can separate."""
@@ -55,8 +56,7 @@ class Request:
         return -self.priority, self.since, self.name
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """The chips of one host that a run has."""
 
     node: str

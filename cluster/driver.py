@@ -85,7 +85,7 @@ class Driver:
         """The queue's answer. If the queue has died, Ray restarts it, and the same question is asked again."""
         import ray
 
-        held = [[place.node, list(place.chips)] for place in places] if places else None
+        held = [list(place) for place in places] if places else None
         for tried in range(60):
             try:
                 return ray.get(self.queue.ask.remote(PROTOCOL, dataclasses.asdict(self.request), held), timeout=60)

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
+from tpu_utils.base.errors import InputError
+
 LEFT_OUT = (".git", ".venv*", "venv", "__pycache__", ".pytest_cache", ".ruff_cache", "*.egg-info", "/runs", "/data")
 LEFT_OUT += ("/datasets", "/exported", "/calibration", "/checkpoints", "node_modules")
 """Never uploaded, in the syntax of .gitignore; a .gitignore or .rayignore in the folder adds to it."""
@@ -25,7 +27,7 @@ MIB = 2**20
 def uploaded(folder: Path, excludes: list[str]) -> Iterator[tuple[Path, int]]:
     """(file, its size) of all that Ray would upload of a folder: by Ray's own rules, in Ray's own code.
 
-    That is a private interface of Ray 2.60.0 (ray._private.runtime_env.packaging), used nowhere else. Raises ValueError
+    That is a private interface of Ray 2.60.0 (ray._private.runtime_env.packaging), used nowhere else. Raises InputError
     for a link that leads out of the folder, to a folder that it is in, or to what is left out of it: Ray would follow
     it. So too for a list of patterns with a byte order mark, which Ray takes for a part of the first pattern.
     """
@@ -41,14 +43,14 @@ def uploaded(folder: Path, excludes: list[str]) -> Iterator[tuple[Path, int]]:
     def walk(path: Path, rules: list) -> Iterator[tuple[Path, int]]:
         for patterns in (path / ".gitignore", path / ".rayignore"):
             if patterns.is_file() and patterns.read_bytes()[:3] == b"\xef\xbb\xbf":
-                raise ValueError(f"{patterns} begins with a byte order mark, expected plain UTF-8; save it without")
+                raise InputError(f"{patterns} begins with a byte order mark, expected plain UTF-8; save it without")
         rules = rules + get_excludes_from_ignore_files(path, include_gitignore=True)
         for inner in sorted(path.iterdir()):
             if any(rule(inner) for rule in rules):
                 continue
             target = inner.resolve()
             if inner.is_symlink() and (stays_here(target) or inner.is_relative_to(target)):
-                raise ValueError(
+                raise InputError(
                     f"{inner} is a link to {target}, whose files would be uploaded; expected links to what is "
                     f"uploaded of {folder}; add it to .rayignore, or put a copy in its place"
                 )
@@ -102,7 +104,7 @@ def digest_of(folder: Path) -> str:
 
 
 def check_folder(folder: Path, most_mib: float = MOST_MIB) -> Code:
-    """Raises ValueError as uploaded() does, and where too much would be uploaded, with the largest entries named."""
+    """Raises InputError as uploaded() does, and where too much would be uploaded, with the largest entries named."""
     folder = folder.resolve()
     total = 0
     kept = list[Path]()
@@ -126,7 +128,7 @@ def check_folder(folder: Path, most_mib: float = MOST_MIB) -> Code:
         largest = sorted(by_entry.items(), key=lambda item: -item[1])[:5]
         shown = ", ".join(f"{name} {size / MIB:,.0f} MiB" for name, size in largest)
         found = f"{total / MIB:,.0f} MiB" if len(kept) <= MOST_FILES else f"more than {MOST_FILES:,} files"
-        raise ValueError(
+        raise InputError(
             f"working folder {folder} holds {found}, expected code: at most {most_mib:g} MiB; largest: {shown}; add "
             "what is no code to .gitignore or .rayignore, name another --working_dir, or raise --most_mib"
         )

@@ -73,9 +73,9 @@ def device_variables(
     return found
 
 
-def clean_environment(parent: int | None = None) -> dict[str, str]:
+def clean_environment() -> dict[str, str]:
     """The environment that Ray was started in, without RAY_*. A worker's own has more, such as OMP_NUM_THREADS=1."""
-    content = Path(f"/proc/{parent or os.getppid()}/environ").read_bytes()
+    content = Path(f"/proc/{os.getppid()}/environ").read_bytes()
     pairs = [entry.decode(errors="surrogateescape").partition("=") for entry in content.split(b"\0") if b"=" in entry]
     return {name: value for name, _, value in pairs if not name.startswith("RAY_") and name not in DEVICE_VARIABLES}
 
@@ -88,7 +88,6 @@ class HostProcess:
         self.changed = threading.Condition()
         self.output = []
         self.size = 0
-        self.ended = False
         self.code: int | None = None
 
     def facts(self) -> dict:
@@ -144,13 +143,12 @@ class HostProcess:
         self.script.wait()
         with self.changed:
             self.code = int(said) if said else -signal.SIGKILL  # the guard was killed, and the script with it
-            self.ended = True
             self.changed.notify_all()
 
     def follow(self, seconds: float) -> tuple[bytes, int | None]:
         """What it has printed since the last call, and its exit code once it has ended. Waits so long for either."""
         with self.changed:
-            self.changed.wait_for(lambda: self.output or self.ended, seconds)
+            self.changed.wait_for(lambda: self.output or self.code is not None, seconds)
             text = b"".join(self.output)
             self.output = []
             self.size = 0

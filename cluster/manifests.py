@@ -29,8 +29,8 @@ SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 JOBSET = "https://github.com/kubernetes-sigs/jobset/releases/download/v0.10.1/manifests.yaml"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    return run_script(lambda: print_request(sys.argv[1:] if arguments is None else arguments), answers=True)
+def main(arguments: list[str]) -> int:
+    return run_script(lambda: print_request(arguments), answers=True)
 
 
 def print_request(arguments: list[str]) -> int:
@@ -277,6 +277,3 @@ def kuberay(request: Request) -> Pieces:
 
 
 PRINTERS = {"queued-resource": queued_resource, "xpk": xpk, "jobset": jobset, "kuberay": kuberay}
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,16 +13,18 @@ GRACE_SECONDS = 120
 RESTARTS = 20
 
 
+def account(request: Request) -> dict:
+    return {"serviceAccountName": request.service_account} if request.service_account else {}
+
+
 def tpu_pod(request: Request, container: dict) -> dict:
     """The fields of a pod that uses all chips of one host: privilege to open them, request for them, node selector."""
     chips = {"google.com/tpu": request.found.chips_per_host}
-    rented = {"cloud.google.com/gke-tpu-accelerator": request.found.rented.label}
-    account = {"serviceAccountName": request.service_account} if request.service_account else {}
     return {
         "terminationGracePeriodSeconds": GRACE_SECONDS,
-        **account,
+        **account(request),
         "nodeSelector": {
-            **rented,
+            "cloud.google.com/gke-tpu-accelerator": request.found.rented.label,
             "cloud.google.com/gke-tpu-topology": request.found.shape,
             **({"cloud.google.com/gke-spot": "true"} if request.spot else {}),
         },
@@ -85,7 +87,6 @@ def raycluster_content(request: Request) -> dict:
         ],
         "resources": {"requests": {"cpu": "2", "memory": "8Gi"}, "limits": {"cpu": "2", "memory": "8Gi"}},
     }
-    account = {"serviceAccountName": request.service_account} if request.service_account else {}
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayCluster",
@@ -95,7 +96,7 @@ def raycluster_content(request: Request) -> dict:
             "authOptions": {"mode": "token"},
             "headGroupSpec": {
                 "rayStartParams": {"num-cpus": "0"},
-                "template": {"spec": {**account, "containers": [head]}},
+                "template": {"spec": {**account(request), "containers": [head]}},
             },
             "workerGroupSpecs": [
                 {

@@ -31,6 +31,7 @@ ONLY_FOR = {  # option: the kinds that it changes
     "service_account": ("queued-resource", "jobset", "kuberay"),
 }
 USAGE = "KIND --slice SLICE --zone ZONE [...] -- SCRIPT ..."
+DEFAULTS = {"cluster": "tpu-cluster", "git_url": "GIT_URL"}
 LONGEST_NAME = 35
 """xpk and GKE take 40 letters, of which node pools need some for the number of their slice."""
 NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
@@ -49,30 +50,24 @@ def parser(description: str) -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         usage=f"python -m cluster print {USAGE}",
+        argument_default="",
     )
     made.add_argument("kind", metavar="KIND", help=", ".join(KINDS))
     made.add_argument("--slice", required=True, metavar="SLICE", help="v5litepod-16, v6e-8, v5p-128, v5e:4x4")
     made.add_argument("--zone", required=True, help="us-west4-a")
     made.add_argument("--any_zone", action="store_true", help="the zone has it, whatever the table here says")
-    made.add_argument("--project", default="", help="default: the one gcloud is set to")
-    made.add_argument("--name", default="", help="name of the slice and the run; default: after the script")
+    made.add_argument("--project", help="default: the one gcloud is set to")
+    made.add_argument("--name", help="name of the slice and the run; default: after the script")
     made.add_argument("--num_slices", default="1", metavar="N", help="equal slices; each run uses one of them")
     made.add_argument("--spot", action="store_true", help="a lower price; slices may be taken away at any time")
-    made.add_argument(
-        "--service_account",
-        default="",
-        metavar="WHO",
-        help="queued-resource: its e-mail address; jobset and kuberay: the name of a Kubernetes account",
-    )
-    made.add_argument("--image", default="", help="where the container image is pushed to; not of queued-resource")
-    made.add_argument("--cluster", default="", metavar="NAME", help="cluster of GKE; default: tpu-cluster")
-    made.add_argument(
-        "--runtime_version",
-        default="",
-        metavar="VERSION",
-        help="version for queued-resource; default: the generation's image",
-    )
-    made.add_argument("--git_url", default="", metavar="URL", help="where the hosts of queued-resource clone this from")
+    who = "queued-resource: its e-mail address; jobset and kuberay: the name of a Kubernetes account"
+    made.add_argument("--service_account", metavar="WHO", help=who)
+    made.add_argument("--image", help="where the container image is pushed to; not of queued-resource")
+    made.add_argument("--cluster", metavar="NAME", help="cluster of GKE; default: tpu-cluster")
+    version = "version for queued-resource; default: the generation's image"
+    made.add_argument("--runtime_version", metavar="VERSION", help=version)
+    made.add_argument("--git_url", metavar="URL", help="where the hosts of queued-resource clone this from")
+    made.set_defaults(**DEFAULTS)
     return made
 
 
@@ -184,7 +179,6 @@ def check_names(request: Request) -> list[str]:
     problems = []
     if not request.name:
         request.name = re.sub(r"[^a-z0-9]+", "-", Path(request.words[0]).stem.lower()).strip("-")[:LONGEST_NAME]
-    request.cluster = request.cluster or "tpu-cluster"
     for option in ("name", "cluster"):
         name = getattr(request, option)
         if not NAME.fullmatch(name) or len(name) > LONGEST_NAME:
@@ -202,27 +196,25 @@ def check_names(request: Request) -> list[str]:
         problems.append(f"--num_slices {request.num_slices!r:.80}; expected a number from 1 to 99")
     else:
         request.num_slices = int(request.num_slices)
-    if re.search(r"\s|^-", request.git_url) or not request.git_url.isprintable():
+    if re.search(r"\s|^-|^$", request.git_url) or not request.git_url.isprintable():
         problems.append(
             f"--git_url {request.git_url!r:.80} is no address that git can clone; expected https://HOST/PATH.git"
         )
-    request.git_url = request.git_url or "GIT_URL"
     return problems
 
 
 def check_kind(request: Request) -> list[str]:
     """What this kind needs, and what has no effect on it."""
     kind, problems = request.kind, []
-    defaults = {"git_url": "GIT_URL", "cluster": "tpu-cluster"}
     for option, kinds in ONLY_FOR.items():
-        if getattr(request, option) != defaults.get(option, "") and kind not in kinds:
+        if getattr(request, option) != DEFAULTS.get(option, "") and kind not in kinds:
             problems.append(f"--{option} has no effect on {kind}; it is for {', '.join(kinds)}; leave it out")
     if kind != "queued-resource" and not request.image:
         problems.append(f"{kind} runs a container image; add --image REGION-docker.pkg.dev/PROJECT/REPOSITORY/NAME:TAG")
-    email = r"[\w.+-]+@[\w.-]+" if kind == "queued-resource" else NAME.pattern
-    if request.service_account and not re.fullmatch(email, request.service_account, re.ASCII):
-        by_mail = kind == "queued-resource"
-        expected = "NAME@PROJECT.iam.gserviceaccount.com" if by_mail else "a Kubernetes account such as trainer"
+    pattern, expected = NAME.pattern, "a Kubernetes account such as trainer"
+    if kind == "queued-resource":
+        pattern, expected = r"[\w.+-]+@[\w.-]+", "NAME@PROJECT.iam.gserviceaccount.com"
+    if request.service_account and not re.fullmatch(pattern, request.service_account, re.ASCII):
         problems.append(f"--service_account {request.service_account!r:.80}; {kind} expects {expected}")
     if request.service_account and kind != "queued-resource" and not request.project:
         problems.append(

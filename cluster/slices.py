@@ -94,11 +94,8 @@ class Slice:
 
 def slice_names() -> list[str]:
     """All that can be asked for by size."""
-    names = []
-    for generation in GENERATIONS.values():
-        name, counted = family(generation)
-        names += [f"{name}-{chips * counted}" for chips in (SHAPES_3D if counted == 2 else SHAPES_2D)]
-    return names
+    shapes = {1: SHAPES_2D, 2: SHAPES_3D}  # by the number that an accelerator type counts of a chip
+    return [f"{name}-{chips * counted}" for name, counted in COUNTED.items() for chips in shapes[counted]]
 
 
 def find_slice(name: str, by_xpk: bool) -> Slice:
@@ -126,7 +123,7 @@ def find_slice(name: str, by_xpk: bool) -> Slice:
 
 def check_zone(zone: str, generation: str, whatever: bool) -> tuple[str, str]:
     """(what is wrong with it, what to warn of); "" for nothing. whatever: accept zones that ZONES lacks."""
-    known, everywhere = ZONES[generation], sorted({zone for zones in ZONES.values() for zone in zones})
+    known, everywhere = ZONES[generation], sorted(set().union(*ZONES.values()))
     there = f"zones of the US with {generation}: {', '.join(known)}"
     if not re.fullmatch(ZONE, zone):
         letter = " is a region; a zone ends in a letter" if re.fullmatch(r"[a-z]+-[a-z]+\d+", zone) else " is no zone"

@@ -67,12 +67,11 @@ class Turns:
         self.entries: dict[str, Entry] = {}
         self.events: list[dict] = []
         self.quota: dict[str, int] = {}
-        self.quota_state: tuple = ()
         self.quota_problem = ""
         self.hosts: list[Host] = []
         self.hosts_read = self.written = -1e9
         self.settled = clock() + (SETTLE_SECONDS if restarted else 0.0)
-        self.begun = self.counted = clock()
+        self.counted = clock()
         self.busy_seconds = self.chip_seconds = 0.0
 
     def ask(self, protocol: int, wanted: dict, places: list | None = None) -> dict:
@@ -85,17 +84,17 @@ class Turns:
                 "refused": f"the cluster's queue speaks version {PROTOCOL}, this command {protocol}; use the same "
                 "commit of this project as the others, or end all runs and stop the queue (cluster/README.md)"
             }
-        now, request = self.clock(), Request(**wanted | {"avoid": tuple(wanted.get("avoid", ()))})
+        now, request = self.clock(), Request(**wanted)
         entry = self.entries.get(request.name)
         if entry is None:
             entry = self.entries[request.name] = Entry(request, now)
             self.log_event("runs on" if places else "waits", entry)
         entry.asked, entry.request = now, request
-        others = {(place.node, chip) for e in self.entries.values() for place in e.places or [] for chip in place.chips}
-        if places and not entry.places and any((node, chip) in others for node, chips in places for chip in chips):
-            self.release(request.name)
-            return {"lost": "its chips were given to another run after it had been silent"}
-        if places and not entry.places:  # this queue was restarted
+        if places and not entry.places:  # this queue was restarted, or the run was silent
+            others = [place for e in self.entries.values() for place in e.places or []]
+            if any(node == other.node and {*chips} & {*other.chips} for node, chips in places for other in others):
+                self.release(request.name)
+                return {"lost": "its chips were given to another run after it had been silent"}
             entry.places, entry.started = [Place(node, tuple(chips)) for node, chips in places], now
         limit = limit_of(request.user, self.read_quota())
         if request.all_chips > limit and not entry.places:
@@ -103,7 +102,7 @@ class Turns:
             return {"refused": f"{request.user} may have {limit} chips at a time, and asks for {request.all_chips}"}
         self.update(now)
         if entry.places:
-            return {"places": [[place.node, list(place.chips)] for place in entry.places]}
+            return {"places": [list(place) for place in entry.places]}
         return {"waits": self.reason(entry, now)}
 
     def update(self, now: float) -> None:
@@ -152,38 +151,28 @@ class Turns:
             self.write(self.clock())
 
     def log_event(self, what: str, entry: Entry) -> None:
-        request, places = entry.request, [[place.node, list(place.chips)] for place in entry.places or []]
-        event = {"time": self.clock(), "what": what, "name": request.name, "user": request.user, "places": places}
+        event = {"time": self.clock(), "what": what, "name": entry.request.name, "user": entry.request.user}
+        event["places"] = entry.places or []
         self.events = [*self.events[1 - MOST_EVENTS :], event]
 
     def read_quota(self) -> dict[str, int]:
-        """The quotas, read again when the file has changed. A damaged file leaves those that were; top says so."""
+        """The quotas as the file has them now. A damaged file leaves those that were; top says so."""
         if self.quota_file:
             try:
-                status = Path(self.quota_file).stat()
-                state = (status.st_mtime_ns, status.st_size, status.st_ino)
-            except OSError:
-                state = ("missing",)
-            if state != self.quota_state:
-                self.quota_state, self.quota_problem = state, ""
-                try:
-                    self.quota = read_quota(self.quota_file)
-                except ValueError as error:
-                    self.quota_problem = str(error)
+                self.quota = read_quota(self.quota_file)
+                self.quota_problem = ""
+            except ValueError as error:
+                self.quota_problem = str(error)
         return self.quota
 
     def state(self) -> dict:
         def shown(entry: Entry) -> dict:
-            request = dataclasses.asdict(entry.request)
-            places = [[place.node, list(place.chips)] for place in entry.places or []]
-            return request | {"chips": entry.request.all_chips, "places": places, "started": entry.started}
+            more = {"chips": entry.request.all_chips, "places": entry.places or [], "started": entry.started}
+            return dataclasses.asdict(entry.request) | more
 
         entries = sorted(self.entries.values(), key=lambda entry: entry.request.order)
         return {
-            "protocol": PROTOCOL,
             "time": self.clock(),
-            "since": self.begun,
-            "hosts": [dataclasses.asdict(host) for host in self.hosts],
             "running": [shown(entry) for entry in entries if entry.places],
             "waiting": [shown(entry) for entry in entries if not entry.places],
             "quota": self.quota,

@@ -227,11 +227,6 @@ def random_flip(images: np.ndarray, draw: ExampleRandom) -> np.ndarray:
 # ------------------------------------------------------------------------------------------------------------- batches
 
 
-def epoch_order(num_examples: int, seed: int, epoch: int) -> np.ndarray:
-    """The permutation of the training set that an epoch follows: (num_examples,) indices."""
-    return np.random.default_rng([seed, epoch]).permutation(num_examples)
-
-
 class TrainBatches:
     """batch(index) of a run, for step index + 1: images (B, ...), labels (B, ...) int32, float32 for a regression.
 
@@ -263,7 +258,8 @@ class TrainBatches:
         """The training examples of a batch, in order: (B,) indices."""
         epoch, batch = divmod(index, self.steps_per_epoch)
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, epoch_order(self.dataset.num_examples, self.config.seed, epoch)
+            self._epoch = epoch
+            self._order = np.random.default_rng([self.config.seed, epoch]).permutation(self.dataset.num_examples)
         size = self.config.global_batch_size
         return self._order[batch * size : (batch + 1) * size][self.part :: self.num_parts]
 

@@ -108,9 +108,8 @@ class ExampleDataset:
 
     @cached_property
     def _test_arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        keys = [
-            [(i, i) for i in range(start, min(start + 64, len(self.test)))] for start in range(0, len(self.test), 64)
-        ]
+        keys = [(i, i) for i in range(len(self.test))]
+        keys = [keys[start : start + 64] for start in range(0, len(keys), 64)]
         # copied as they come: each would keep files open, and its share of /dev/shm
         parts = [tuple(map(np.array, part)) for part in read_by_workers(self.test, keys, self.num_workers)]
         return tuple(np.concatenate(column) for column in zip(*parts, strict=True))
@@ -174,13 +173,10 @@ class Examples(torch.utils.data.Dataset):
 
     def alone(self, keys: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
         """Read in this process, whose generators are restored afterwards."""
-        states = np.random.get_state(), random.getstate()
-        try:
-            with torch.random.fork_rng(devices=[]):
-                return self.together([self[key] for key in keys])
-        finally:
-            np.random.set_state(states[0])
-            random.setstate(states[1])
+        from tpu_utils.trial.unsaved import drawing_from  # not in a worker, which needs no device
+
+        with drawing_from(0):
+            return self.together([self[key] for key in keys])
 
     def together(self, rows: list[tuple[int, np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
         """A batch, checked: InputError names the first example that does not fit."""
@@ -280,7 +276,7 @@ class ExampleBatches(TrainBatches):
 
     def __init__(self, dataset: ExampleDataset, config: ImageConfig, *arguments, **options):
         super().__init__(dataset, config, *arguments, **options)
-        self._next, self._batches = -1, iter(())
+        self.close()
 
     def batch(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Fast for consecutive indices; any other index starts the workers again."""

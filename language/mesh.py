@@ -19,12 +19,6 @@ from tpu_utils.options.environment import attached_chips
 from tpu_utils.run import Run
 
 
-def sizes_of_mesh(mesh: str) -> tuple[int, ...]:
-    """Sizes of AXES, by the option --mesh: the last two may be left out."""
-    sizes = [int(size) for size in mesh.split("x")]
-    return (*sizes, *(1,) * (len(AXES) - len(sizes)))
-
-
 def auto_sizes(config: TransformerConfig, num_devices: int, hbm_bytes: float | None, width: int) -> tuple[tuple, str]:
     """Sizes of AXES and why: data parallelism while weights, gradients and AdamW's moments (16 bytes a parameter) take
     at most a third of a device's memory, else the smallest fsdp axis that gets them there; others when asked for."""
@@ -46,7 +40,8 @@ def choose_mesh(config: TransformerConfig, num_devices: int, hbm_bytes: float | 
     if config.mesh == "auto":
         sizes, why = auto_sizes(config, num_devices, hbm_bytes, width)
     else:
-        sizes, why = sizes_of_mesh(config.mesh), "as asked"
+        sizes, why = tuple(int(size) for size in config.mesh.split("x")), "as asked"
+        sizes += (1,) * (len(AXES) - len(sizes))  # the last two may be left out
     data, fsdp, tensor, devices, expert = sizes
     if math.prod(sizes) != num_devices:
         needed = math.prod(sizes)  # hbm_bytes is None where there is neither a TPU nor a slice to ask about
@@ -76,9 +71,7 @@ def choose_mesh(config: TransformerConfig, num_devices: int, hbm_bytes: float | 
                 f"{name} ({value}) must be divisible by the {axis} axis ({size}) of the mesh; choose another --mesh"
             )
     if devices > 1 and config.loss_parts > 1:
-        raise InputError(
-            f"loss_parts is {config.loss_parts}, but the context axis of the mesh is {devices}; expected 1"
-        )
+        raise InputError(f"loss_parts is {config.loss_parts}, but the mesh's context axis is {devices}; expected 1")
     if devices > 1 and config.expert_capacity:
         raise InputError(
             f"expert_capacity is {config.expert_capacity}, places in a whole sequence, but the context axis of the "
@@ -120,8 +113,7 @@ def start_mesh(config: TransformerConfig) -> tuple[Mesh | None, str]:
         raise InputError("attention is flash, but its Pallas kernels run on TPU only; use --attention plain")
     if config.attention == "flash" and version("jax") != "0.7.1":
         raise InputError(
-            f"attention is flash, whose kernels are those of jax 0.7.1; found jax {version('jax')}; "
-            "use --attention plain, or torch_xla 2.9.0"
+            f"attention is flash, whose kernels are jax 0.7.1's; found {version('jax')}; use plain, or torch_xla 2.9.0"
         )
     if num_devices == 1:
         return None, "one device"
@@ -147,8 +139,8 @@ def print_plan(run: Run, data: SequenceData, why: str) -> None:
     if config.num_experts:
         places = "none is dropped"
         if capacity := config.expert_capacity:
-            number = slots_of_capacity(shape, shape.sequence_length, capacity)
-            places = f"{number} in a sequence, {capacity} even shares"
+            slots = slots_of_capacity(shape, shape.sequence_length, capacity)
+            places = f"{slots} in a sequence, {capacity} even shares"
         run.print(
             f"experts    {config.num_experts} in a layer, {shape.experts_per_token} for a token, which meets "
             f"{shape.num_multiplied:,} of the parameters; places of an expert: {places}"
@@ -165,8 +157,7 @@ def print_plan(run: Run, data: SequenceData, why: str) -> None:
     if config.lora_rank:
         from language.weights.hf_layout import sizes_of  # only for adapters
 
-        sizes = adapter_sizes(sizes_of(shape), config.lora_rank)
-        trained = sum(math.prod(size) for size in sizes.values())
+        trained = sum(map(math.prod, adapter_sizes(sizes_of(shape), config.lora_rank).values()))
         run.print(
             f"lora       {trained:,} more in adapters of rank {config.lora_rank}, which alone are trained; the weights "
             f"are frozen in {config.base_precision}"

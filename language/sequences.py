@@ -5,8 +5,8 @@ check(config) reads little, before torch is imported; load(config, process_index
 """
 
 import dataclasses
-from dataclasses import dataclass
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,38 +22,20 @@ def source_of(config: TransformerConfig) -> Any:
 
 def load_sequences(config: TransformerConfig, process_index: int = 0, process_count: int = 1) -> SequenceData:
     """The data the config names, checked; of several processes each gets its rows. Raises InputError."""
-    if config.compile_for:
-        return shapes_alone(config)
+    if config.compile_for:  # the TPU compiler needs no data: zeros in the shape of a batch
+        tokens = np.zeros((config.global_batch_size, config.shape.sequence_length + 1), np.int32)
+        same = SimpleNamespace(batch=lambda step: tokens)
+        return SequenceData(config, same, same, 0, "none: nothing runs", 0)
     data = source_of(config).load(config, process_index, process_count)
     parts = config.gradient_accumulation_steps  # no more rows at a time than in training, and as many in all
     validation, batches = MicroBatches(data.validation, parts), parts * data.validation_batches
     return dataclasses.replace(data, validation=validation, validation_batches=batches)
 
 
-def shapes_alone(config: TransformerConfig) -> SequenceData:
-    """Zeros in the shape of a batch: the TPU compiler needs no data."""
-    tokens = np.zeros((config.global_batch_size, config.shape.sequence_length + 1), np.int32)
-    return SequenceData(config, SameBatch(tokens), SameBatch(tokens), 0, "none: nothing runs", 0)
-
-
-@dataclass(frozen=True)
-class SameBatch:
-    tokens: np.ndarray
-
-    def batch(self, step: int) -> np.ndarray:
-        return self.tokens
-
-
-class NoTasks:
-    """In place of a Harness, where no option names a task."""
-
-    batches: tuple[np.ndarray, ...] = ()
-
-
 def load_tasks(config: TransformerConfig, part: int = 0, num_parts: int = 1) -> Any:
-    """The Harness of --tasks, or NoTasks. part: of num_parts hosts. Raises InputError."""
+    """The Harness of --tasks, or in its place one without batches. part: of num_parts hosts. Raises InputError."""
     if not config.tasks or config.compile_for:
-        return NoTasks()
+        return SimpleNamespace(batches=())
     from language.tasks import scores  # only for a run that is asked questions
 
     return scores.load_tasks(config, part, num_parts)
@@ -66,15 +48,13 @@ def check_files(config: TransformerConfig) -> None:
 
         check_initial_weights(config)
     elif config.preset.startswith("finetune") and config.model_size == "tiny" and not config.model_config:
-        raise InputError(
-            f"preset {config.preset} found no model to start from; name a folder of weights: --initial_weights"
-        )
+        raise InputError(f"preset {config.preset} found no model to start from; name a folder: --initial_weights")
     if config.compile_for:
         return
     if config.sample_every:
-        from language.generation.sample_prompts import check_samples  # only for a run that is sampled
+        from language.generation.sample_prompts import ask_of_run  # only for a run that is sampled
 
-        check_samples(config)
+        ask_of_run(config)
     if config.tasks:
         from language.tasks.scores import check_tasks_of_run  # only for a run that is asked questions
 

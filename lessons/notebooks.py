@@ -33,11 +33,9 @@ class Cell(NamedTuple):
 
 
 def read_cells(path: Path) -> list[Cell]:
-    """The cells of a lesson. Raises ValueError for one that does not begin with a cell."""
+    """The cells of a lesson, which begins with one."""
     lines = path.read_text().splitlines()
     starts = [number for number, line in enumerate(lines) if line.startswith("# %%")]
-    if starts[:1] != [0]:
-        raise ValueError(f"{path} begins with {lines[:1]}, expected '# %%' or '# %% [markdown]'")
     cells = []
     for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
         kind = "markdown" if "[markdown]" in lines[start] else "code"

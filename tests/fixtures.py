@@ -56,12 +56,12 @@ def forked(monkeypatch):
 @pytest.fixture
 def xla_is_forked(monkeypatch):
     """XLA is asked of its flags without the seconds of a start."""
-    from tpu_utils.options import known_flags  # only here
+    from tpu_utils.options import variables  # only here
 
     def fork(command, env, **_):
         return run(*command[1:], **{name: env[name] for name in ("PJRT_DEVICE", "CPU_NUM_DEVICES", "XLA_FLAGS")})
 
-    monkeypatch.setattr(known_flags, "subprocess", SimpleNamespace(run=fork))
+    monkeypatch.setattr(variables, "subprocess", SimpleNamespace(run=fork))
 
 
 @pytest.fixture(scope="session")

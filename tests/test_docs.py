@@ -99,7 +99,7 @@ def anchors_of(page: Path) -> set[str]:
 
 
 def test_links_anchors_and_paths_in_backticks_lead_somewhere():
-    """A path from the top or from the page's own folder."""
+    """A path from the top or from the page's own folder; a name `of` a module is defined there."""
     folders = "images|language|tpu_utils|tpu_compiler|tools|cluster|browser|tests|benchmarks|docs"
     path = re.compile(rf"`((?:(?:{folders})/[\w/.-]+)|[a-z_]+_tpu\.py|config\.py)`")
     more = ("CLAUDE.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/results/README.md")
@@ -110,6 +110,9 @@ def test_links_anchors_and_paths_in_backticks_lead_somewhere():
             assert not anchor or anchor in anchors_of(linked), f"{page.name}: {target}#{anchor}"
         for name in path.findall(page.read_text()):
             assert name in MADE or (ROOT / name).exists() or (page.parent / name).exists(), f"{page.name}: {name}"
+        for name, module in re.findall(rf"`(\w+)[^`\n]*` of `((?:{folders})[\w./]+)`", page.read_text()):
+            text = (ROOT / module.removesuffix(".py").replace(".", "/")).with_suffix(".py").read_text()
+            assert re.search(rf"^(def|class) {name}\b", text, re.M), f"{page.name}: {name} is not in {module}"
 
 
 def test_a_table_of_results_is_whole_and_in_the_index():

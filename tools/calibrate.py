@@ -30,8 +30,8 @@ from textwrap import shorten
 from typing import Any
 
 from tools.on_chip.bench import MISSING, Bench, Cannot, find_machine, hold, last_object, version_of
+from tools.on_chip.chip_peaks import PEAKS, peak
 from tools.on_chip.findings import report_text, save_picture
-from tools.on_chip.peaks import PEAKS, peak
 from tools.on_chip.promises import PROMISES
 from tools.on_chip.steps import STEPS, estimate, run_step, write_mnist
 from tools.on_chip.torch_compile_backend import TORCH_COMPILE
@@ -61,13 +61,13 @@ def measurements_named(only: Sequence[str]) -> list[tuple[str, Callable[[Bench],
     """(name, function) in the order they are made; without torch_xla others. only: patterns as of a shell."""
     if not has_xla():
         found = [(f"road {name}", measure) for name, measure in TORCH_COMPILE.items()]
-        return [(name, measure) for name, measure in found if any(fnmatchcase(name, pattern) for pattern in only)]
-    found = [("doctor", doctor)]
-    for step in STEPS:
-        found.append((f"estimate {step.name}", partial(estimate, step=step)))
-        found.append((f"step {step.name}", partial(run_step, step=step)))
-    found += [(f"peak {kind}", partial(peak, kind=kind)) for kind in PEAKS]
-    found += [(f"promise {name}", measure) for name, measure in PROMISES.items()]
+    else:
+        found = [("doctor", doctor)]
+        for step in STEPS:
+            found.append((f"estimate {step.name}", partial(estimate, step=step)))
+            found.append((f"step {step.name}", partial(run_step, step=step)))
+        found += [(f"peak {kind}", partial(peak, kind=kind)) for kind in PEAKS]
+        found += [(f"promise {name}", measure) for name, measure in PROMISES.items()]
     return [(name, measure) for name, measure in found if any(fnmatchcase(name, pattern) for pattern in only)]
 
 

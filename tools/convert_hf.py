@@ -44,11 +44,8 @@ def parse(arguments: list[str]) -> list[str]:
     if command not in OPTIONS or len(rest) < 2:
         print(__doc__, file=sys.stderr)
         sys.exit(2)
-    try:
-        check_arguments(command, *rest)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    if code := run_script(lambda: check_arguments(command, *rest)):
+        sys.exit(code)
     return arguments
 
 

@@ -44,15 +44,7 @@ if __name__ == "__main__":  # a wrong option or file is answered before the seco
 import torch
 
 from language.models.layers import stack_layers
-from language.weights.llmc_weights import (
-    DebugState,
-    compute_debug_state,
-    differences,
-    number_of_values,
-    read_debug_state,
-    read_model,
-    write_model,
-)
+from language.weights import llmc_weights
 from language.weights.run_weights import read_run
 from language.weights.weight_loading import check_finite
 
@@ -66,16 +58,16 @@ def export(run_dir: Path, path: Path, dtype: torch.dtype, checkpoint: str = "new
         )
     weights = saved.part("model").items()
     tensors = {name: check_finite(value.to(dtype), f"{saved.folder}: {name}, as {dtype}") for name, value in weights}
-    write_model(path, config.shape, stack_layers(tensors), dtype)
+    llmc_weights.write_model(path, config.shape, stack_layers(tensors), dtype)
     print(f"{path}: step {saved.step}, {config.shape}, {dtype}")
 
 
-def check_state(shape: ModelShape, tensors: dict[str, torch.Tensor], expected: DebugState) -> int:
+def check_state(shape: ModelShape, tensors: dict[str, torch.Tensor], expected: llmc_weights.DebugState) -> int:
     """Print how far this project's model is from a debug state. 0 if they agree, 1 if not."""
-    found = compute_debug_state(shape, tensors, expected.tokens, expected.targets)
+    found = llmc_weights.compute_debug_state(shape, tensors, expected.tokens, expected.targets)
     print(f"loss {found.loss:.6f}, expected {expected.loss:.6f}")
     worst = 0.0
-    for name, difference in differences(found, expected).items():
+    for name, difference in llmc_weights.differences(found, expected).items():
         print(f"{difference:10.2e}  {name}")
         worst = math.inf if math.isnan(difference) else max(worst, difference)
     limit = 1e-2  # a state may come from hardware that multiplies in TF32
@@ -89,9 +81,11 @@ def main(arguments: list[str]) -> int:
         dtype = torch.bfloat16 if "bf16" in arguments[3:] else torch.float32
         export(path, Path(arguments[2]), dtype, "best" if "best" in arguments[3:] else "newest")
         return 0
-    shape, tensors = read_model(path)
-    print(f"{shape}, {number_of_values(shape):,} values of {next(iter(tensors.values())).dtype}")
-    return check_state(shape, tensors, read_debug_state(Path(arguments[2]), shape)) if command == "check" else 0
+    shape, tensors = llmc_weights.read_model(path)
+    print(f"{shape}, {llmc_weights.number_of_values(shape):,} values of {next(iter(tensors.values())).dtype}")
+    if command == "describe":
+        return 0
+    return check_state(shape, tensors, llmc_weights.read_debug_state(Path(arguments[2]), shape))
 
 
 if __name__ == "__main__":

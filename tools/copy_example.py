@@ -26,17 +26,8 @@ LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", "tests")
 
 
 def imported_by(path: Path) -> set[str]:
-    """First words of what a file imports when it is imported itself: not in functions, not for a type checker."""
-    found, waiting = set(), list(ast.parse(path.read_text()).body)
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found.add((node.module or "").split(".")[0])
-        elif isinstance(node, ast.If | ast.Try) and "TYPE_CHECKING" not in ast.unparse(getattr(node, "test", node)):
-            waiting += ast.iter_child_nodes(node)
-    return found
+    """First words of what a file imports at the left margin: not in functions, not for a type checker."""
+    return set(re.findall(r"^(?:from|import) (\w+)", path.read_text(), re.MULTILINE))
 
 
 def needed_by(script: Path) -> list[Path]:

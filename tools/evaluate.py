@@ -17,7 +17,6 @@ Expect:  the answers of lm_eval (pip install -r requirements-evaluate.txt) and
          nanochat, and a graph for each length of a row: docs/evaluation.md
 """
 
-import codecs
 import json
 import math
 import sys
@@ -29,14 +28,15 @@ import numpy as np
 import tyro
 
 from language.data.llmc_files import other_vocabulary
-from language.data.text import TEXT
+from language.data.text import TEXT, read_documents
 from language.data.tokenizer import check_lost
 from language.tasks.questions import Row, batched, windows
 from language.tasks.scores import check_tasks, parse_tasks, read_tasks
 from tpu_utils.base.errors import InputError, NonFiniteError, run_script
-from tpu_utils.base.files import open_regular, read_regular
+from tpu_utils.base.files import open_regular
 from tpu_utils.base.writing import write_atomically
 from tpu_utils.options.environment import choose_device, command_line
+from tpu_utils.options.fields import Range
 from tpu_utils.options.tool_arguments import parse_options
 from tpu_utils.options.train_config import TrainConfig
 
@@ -56,12 +56,12 @@ class EvaluateConfig:
     tasks: tuple[str, ...] = ()
     """NAME=PATH. NAME: a task or group of lm_eval, its YAML file, or core, nanochat's bundle. PATH: its questions as
     JSON lines or .parquet, or a folder with test.jsonl, validation.jsonl, train.jsonl, as the task names its splits."""
-    num_fewshot: int | None = None
+    num_fewshot: Annotated[int | None, Range("[0, inf)")] = None
     """Answered examples before each question. None: as many as the task says. core has its own numbers."""
     chat: bool = False
     """Ask as conversations, each example a question and an answer, in the format of the run's chats, or else the one
     whose special tokens the tokenizer has."""
-    limit: int = 0
+    limit: Annotated[int, Range("[0, inf)")] = 0
     """Score only the first N questions of each task, and of each task of a group; 0 scores all."""
     text: str = ""
     """A UTF-8 text file: bits per byte of it."""
@@ -69,10 +69,10 @@ class EvaluateConfig:
     """Write results, and what was said of each question, to this file too."""
     tokenizer: str = ""
     """bytes, gpt2, a tokenizer.json or its folder. Empty: that of the run or folder."""
-    sequence_length: int = 0
+    sequence_length: Annotated[int, Range("[0, inf)")] = 0
     """Tokens that the model reads at once; longer questions lose their beginning. 0: those of its config.json, or of
     its run."""
-    tokens_per_step: int = 16384
+    tokens_per_step: Annotated[int, Range("[1, inf)")] = 16384
     """Tokens that are scored at a time."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type of weights and computation. auto: that of the run, or of the files."""
@@ -83,8 +83,6 @@ class EvaluateConfig:
     devices: Literal["one", "rows", "weights"] = "one"
     """rows: each device of this host has all weights, and scores some rows. weights: all share heads, MLP and
     vocabulary, and score the same rows. On the CPU CPU_NUM_DEVICES says how many there are."""
-    debug: bool = False
-    """Show the traceback of an error instead of its message alone."""
 
     def __post_init__(self):
         if bool(self.run_dir) + bool(self.llmc) + bool(self.hf) != 1:
@@ -97,9 +95,6 @@ class EvaluateConfig:
             raise InputError(
                 "found --chat without a task of lm_eval, or with core, whose questions are no conversations"
             )
-        for name, least in (("num_fewshot", 0), ("limit", 0), ("sequence_length", 0), ("tokens_per_step", 1)):
-            if (getattr(self, name) or 0) < least:
-                raise InputError(f"{name} is {getattr(self, name)}; expected {least} or more")
 
 
 def check_files(config: EvaluateConfig) -> None:
@@ -121,19 +116,9 @@ from tqdm import tqdm
 from language.models.operations import is_likeliest, losses
 from language.tasks.texts import write_texts
 from language.weights.sources import Source, load, open_source, sampling_mesh
-from language.xla.loops import AXES, BATCH
+from language.xla.loops import BATCH
 from language.xla.shards import inputs_and_targets
-from tpu_utils.device import (
-    BatchSharding,
-    Mesh,
-    device_count,
-    graphs_compiled,
-    mark_sharding,
-    send,
-    set_global_mesh,
-    start_device,
-    use_spmd,
-)
+from tpu_utils.device import BatchSharding, Mesh, graphs_compiled, mark_sharding, send, start_device
 from tpu_utils.step.graphs import one_graph
 
 
@@ -174,28 +159,17 @@ def score(model, rows: list[Row], T: int, tokens: int, device, name: str = "") -
 
 def start_mesh(devices: str, source: Source) -> Mesh | None:
     """None for one device. Call it before the first tensor."""
-    count = device_count()
-    if devices == "weights":
-        return sampling_mesh(source.shape)
-    if devices == "one" or count == 1:
+    if devices == "one":
         return None
-    use_spmd()
-    mesh = Mesh(np.arange(count), (count, 1, 1, 1, 1), AXES)
-    set_global_mesh(mesh)
-    return mesh
+    return sampling_mesh(source.shape, "tensor" if devices == "weights" else "data")
 
 
 def rows_of_text(path: Path, source: Source, T: int) -> tuple[list[Row], int]:
     """(rows in which each token of the text is a target once, the bytes of the text). A row has as many tokens before
     its first target as fit; before the first stands what stands before a document."""
-    content = read_regular(path, TEXT, 1 << 30).removeprefix(codecs.BOM_UTF8)
-    try:
-        text = content.decode()
-        tokens = source.tokenizer.encode(text)
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: {error}; expected {TEXT}") from error
-    if not tokens:
-        raise InputError(f"{path}: empty; expected {TEXT}")
+    (content,) = read_documents(path)
+    text = content.decode()
+    tokens = source.tokenizer.encode(text)
     check_lost(source.tokenizer.lost(text, tokens), len(text), str(path))
     return windows([source.tokenizer.prefix if source.start is None else source.start, *tokens], T), len(content)
 

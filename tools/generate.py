@@ -21,7 +21,7 @@ import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from language.data.llmc_files import read_header
 from language.generation.sampling import SamplingOptions, ask, print_continuations
@@ -31,6 +31,7 @@ from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.base.files import open_regular, read_json
 from tpu_utils.options.compiler_flags import parse_compiler_options
 from tpu_utils.options.environment import choose_device, command_line
+from tpu_utils.options.fields import Range
 from tpu_utils.options.tool_arguments import parse_options
 from tpu_utils.options.train_config import TrainConfig
 
@@ -50,7 +51,7 @@ class GenerateConfig(SamplingOptions):
     tokenizer: str = ""
     """bytes, gpt2, numbers, a tokenizer.json or its folder. Empty: that of the run or folder, else by the size of the
     vocabulary: 257 are bytes, 50257 GPT-2's, others take token numbers such as '3 17 5'."""
-    context: int = 0
+    context: Annotated[int, Range("[0, inf)")] = 0
     """Tokens that the cache has room for, at most as many as the model's config.json says that it reads, though its
     run may have read fewer. 0: as many as this needs, rounded up to 128."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -67,7 +68,7 @@ class GenerateConfig(SamplingOptions):
     needs no weights then, and may be a config.json; auto precision is bfloat16."""
     compiler_options: str = ""
     """More options for the TPU compiler, "NAME=VALUE NAME=VALUE". Options in LIBTPU_INIT_ARGS take precedence."""
-    num_prompts: int = 1
+    num_prompts: Annotated[int, Range("[1, inf)")] = 1
     """With compile_for: number of prompts continued together, in a cache of --context tokens."""
 
     def __post_init__(self):
@@ -75,10 +76,6 @@ class GenerateConfig(SamplingOptions):
             raise InputError("give one of --run_dir, --hf and --llmc")
         if not self.run_dir and self.checkpoint != "newest":
             raise InputError("checkpoint is best, but only a --run_dir has checkpoints; leave it out")
-        if self.context < 0:
-            raise InputError(f"context is {self.context}; expected 0 or more")
-        if self.num_prompts < 1:
-            raise InputError(f"num_prompts is {self.num_prompts}; expected 1 or more")
         if self.compile_for and not self.context:
             raise InputError(
                 "context is 0 with compile_for; expected --context, the tokens that the cache has room for"

@@ -84,13 +84,11 @@ class Keeper:
         self.writes = team.decides and not options["run_dir"].startswith("gs://")
         self.most_failures, self.silent_seconds = most_failures, silent_seconds
         self.attempt: Attempt | None = None
-        self.signals: list[int] = []
-        """Heard, to be passed on."""
+        self.signals: list[int] = []  # heard, to be passed on
         self.stopping = False
         self.count, self.failures = 0, 0
         self.reasons: list[str] = []
-        self.lost: Counter[str] = Counter()
-        """Seconds by cause."""
+        self.lost: Counter[str] = Counter()  # seconds by cause
 
     def on_signal(self, number: int, frame) -> None:
         """A signal is the script's; where none runs, it is the end."""
@@ -118,10 +116,8 @@ class Keeper:
             if self.stopping and verdict.code is None:  # told so while it was ended
                 verdict = verdict._replace(code=1)
             lost = attempt.lost_seconds(self.count == 1, verdict.silent)
-            if verdict.code == 0:  # its end loses nothing; its start does, if another was lost before
-                self.lost.update(
-                    {name: lost[name] for name in ("restart", "recompile") if self.count > 1 and name in lost}
-                )
+            if verdict.code == 0 and self.count > 1:  # its end loses nothing, its start does
+                self.lost.update({name: lost[name] for name in ("restart", "recompile")})
                 self.summarise()
             if verdict.code is None:
                 self.lost.update(lost)
@@ -185,8 +181,6 @@ class Keeper:
 
     def summarise(self) -> None:
         path = self.run_dir / "summary.json"
-        if self.count == 1:
-            return
         seconds = {name: round(value, 3) for name, value in self.lost.items()}
         if self.writes and path.exists():
             total = round(time.monotonic() - self.began, 3)
@@ -216,13 +210,11 @@ def find_team(given: argparse.Namespace, command: list[str]) -> Alone:
     silent_seconds, chips = 60 * given.silent_minutes, attached_chips()
     if not chips and not os.environ.get("TPU_WORKER_HOSTNAMES"):
         return Alone(silent_seconds)
-    from tpu_utils.remote.hosts import settle_hosts  # only here: nothing else asks the VM's metadata
+    from tpu_utils.remote.hosts import read_secret, settle_hosts  # only here: nothing else asks the VM's metadata
 
     index, addresses = settle_hosts(chips, dict(os.environ))  # a copy: the script settles its own
     if len(addresses) == 1:
         return Alone(silent_seconds)
-    from tpu_utils.remote.secret import read_secret
-
     secret = read_secret(options_in(command[1:]).get("peers_secret", ""))
     if index == 0:
         return First(addresses, given.port, secret, silent_seconds, given.wait_seconds, given.elastic)

@@ -20,6 +20,7 @@ import tyro
 from language.data.text import read_documents, split_documents
 from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.base.new_folder import write_together
+from tpu_utils.options.fields import Range
 from tpu_utils.options.tool_arguments import parse_options
 
 SHORTEST, LONGEST = 8, 80  # characters of a line
@@ -34,12 +35,10 @@ class ChatsConfig:
     """A UTF-8 text file, or a folder of them."""
     output: Path
     """Output folder: train.jsonl, and held_out.jsonl from the last tenth of the text."""
-    most: int = 4000
+    most: Annotated[int, Range("[1, inf)")] = 4000
     """Conversations to train on, at most."""
     seed: int = 0
     """Seed of the choice of lines."""
-    debug: bool = False
-    """Show the traceback of an error instead of its message alone."""
 
 
 def chats_of(documents: list[bytes], most: int, seed: int) -> list[dict]:
@@ -68,8 +67,6 @@ def is_asked(line: str) -> bool:
 
 def main() -> int:
     config = parse_options(ChatsConfig, __doc__)
-    if config.most < 1:
-        raise InputError(f"most is {config.most}; expected 1 or more")
     found = chats_of_parts(config.text, read_documents(config.text), config.most, config.seed)
     named = dict(zip(("train.jsonl", "held_out.jsonl"), found, strict=True))
     lines = {name: "".join(json.dumps(chat) + "\n" for chat in chats) for name, chats in named.items()}

@@ -3,7 +3,6 @@
 Run:     python -m tools.option_pages
 """
 
-import argparse
 import csv
 import importlib
 import io
@@ -15,6 +14,7 @@ from typing import Literal, get_args, get_origin
 from tpu_utils.base.errors import run_script
 from tpu_utils.base.writing import write_atomically
 from tpu_utils.options.fields import FREE, NoEffect, Range, declaring, field_doc, hints_of, marks, plain
+from tpu_utils.options.tool_arguments import make_parser
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "options"
 CONFIGURATIONS = {
@@ -71,8 +71,7 @@ def page_of(script: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args()
+    make_parser("tools.option_pages", __doc__).parse_args()
     FOLDER.mkdir(exist_ok=True)
     for script in CONFIGURATIONS:
         write_atomically(FOLDER / f"{script}.csv", page_of(script).encode())

@@ -25,6 +25,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.base.files import read_json
 from tpu_utils.base.writing import write_atomically
+from tpu_utils.options.tool_arguments import parse_options
 from tpu_utils.record.records import as_numbers, read_curves
 
 matplotlib.rcParams["text.parse_math"] = False  # a folder's name may have a $
@@ -54,14 +55,12 @@ EVALUATED = dict(marker="D", markersize=6, markerfacecolor="white", zorder=3)  #
 class PlotConfig:
     """What to draw and where to."""
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...")]
     """Run directories."""
     script: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Script that trained the run, an image classifier: the test images that it misreads are drawn too."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """A .png, .pdf or .svg file. Without it RUN/plot.png, for several runs plot.png in the current folder."""
-    debug: bool = False
-    """Show the traceback of an error instead of its message alone."""
 
 
 @dataclass(frozen=True)
@@ -231,12 +230,10 @@ def save(figure: Figure, path: Path) -> None:
     content = io.BytesIO()
     figure.savefig(content, format=path.suffix[1:], dpi=110)
     write_atomically(path, content.getvalue())
-    print(path)
 
 
 def main() -> int:
-    options = (tyro.conf.FlagCreatePairsOff,)
-    config = tyro.cli(PlotConfig, prog="plot_run", description=__doc__, use_underscores=True, config=options)
+    config = parse_options(PlotConfig, __doc__)
     folders = list({folder.resolve(): folder for folder in config.runs}.values())  # a run given twice is drawn once
     most = 1 if config.script else MOST_RUNS
     if not 1 <= len(folders) <= most:
@@ -250,10 +247,13 @@ def main() -> int:
     if not any(run.curves for run in runs):
         raise InputError(f"there is nothing to draw in {', '.join(map(str, folders))}; wait for a first log line")
     save(plot(runs), output)
+    print(output)
     if config.script:
         from images.misread import draw_misread  # only here: it imports torch
 
-        save(draw_misread(config.script, folders[0]), output.with_name(f"{output.stem}_misread.png"))
+        misread = output.with_name(f"{output.stem}_misread.png")
+        save(draw_misread(config.script, folders[0]), misread)
+        print(misread)
     return 0
 
 

@@ -38,6 +38,7 @@ from language.data.tokenizer import Tokenizer, check_lost, check_texts, load_tok
 from language.data.tokenizer_files import keep_with_shards
 from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.base.files import lines_of, open_regular, parse_json
+from tpu_utils.options.fields import Range
 from tpu_utils.options.tool_arguments import parse_options
 
 LONGEST_LINE = 1 << 20  # bytes of a HellaSwag question; they have about a thousand
@@ -57,14 +58,12 @@ class PrepareConfig:
     which name its end token. They are copied to OUTPUT_tokenizer; the shards record the vocabulary."""
     document_separator: str = ""
     """What divides documents inside a file. Empty: a file is one document."""
-    validation_fraction: float = 0.1
+    validation_fraction: Annotated[float, Range("[0, 1)")] = 0.1
     """Share of the bytes that is for validation."""
-    shard_tokens: int = 100_000_000
+    shard_tokens: Annotated[int, Range("[2, 2147483647]")] = 100_000_000
     """Most tokens in a shard. The last two of several share what is left, so that none is much shorter."""
     hellaswag: bool = False
     """Write OUTPUT/hellaswag_val.bin for transformer_tpu.py --tasks hellaswag=hellaswag_val.bin."""
-    debug: bool = False
-    """Show the traceback of an error instead of its message alone."""
 
 
 def write_shards(prefix: str, documents: list[bytes], tokenizer: Tokenizer, shard_tokens: int) -> list[Path]:
@@ -108,7 +107,11 @@ def read_questions(path: Path, tokenizer: Tokenizer) -> list[MultipleChoice]:
         for line in lines_of(file, LONGEST_LINE):
             try:
                 label, asked = texts_of(line)
-                questions.append(question_of(asked, label, len(questions), tokenizer))
+                parts = [tokenizer.encode_document(text.encode()) for text in asked]
+                num_bytes = 2 * (5 + sum(1 + len(part) for part in parts))
+                if num_bytes > MOST_QUESTION_BYTES:
+                    raise ValueError(f"it takes {num_bytes} bytes as tokens, expected at most {MOST_QUESTION_BYTES}")
+                questions.append(MultipleChoice(len(questions), label, parts[0], parts[1:]))
                 texts += asked
             except ValueError as error:
                 raise InputError(f"{path}, line {len(questions) + 1}: not a HellaSwag question: {error}") from error
@@ -132,15 +135,6 @@ def texts_of(line: bytes) -> tuple[int, list[str]]:
     return int(label), [context, *(" " + ending for ending in endings)]
 
 
-def question_of(texts: list[str], label: int, index: int, tokenizer: Tokenizer) -> MultipleChoice:
-    """Raises ValueError for one that is too long."""
-    parts = [tokenizer.encode_document(text.encode()) for text in texts]
-    num_bytes = 2 * (5 + sum(1 + len(part) for part in parts))
-    if num_bytes > MOST_QUESTION_BYTES:
-        raise ValueError(f"it takes {num_bytes} bytes as tokens, expected at most {MOST_QUESTION_BYTES}")
-    return MultipleChoice(index, label, parts[0], parts[1:])
-
-
 def write_preparation(config: PrepareConfig, documents: list[bytes], tokenizer: Tokenizer, facts: dict) -> None:
     """The shards, their tokenizer, and the list of them; nothing where one of these fails."""
     paths = []
@@ -158,8 +152,6 @@ def write_preparation(config: PrepareConfig, documents: list[bytes], tokenizer: 
 
 def main() -> int:
     config = parse_options(PrepareConfig, __doc__)
-    if not 0 <= config.validation_fraction < 1 or not 2 <= config.shard_tokens < 2**31:
-        raise InputError("expected 0 <= validation_fraction < 1, and a shard of at least 2, at most 2147483647 tokens")
     tokenizer = load_tokenizer(config.tokenizer)
     if config.hellaswag:
         if tokenizer.vocab_size > MOST_SHORT_TOKENS:

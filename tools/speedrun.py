@@ -18,7 +18,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from language.data.chat import read_chats
 from language.data.text import read_documents, split_documents
@@ -29,10 +29,11 @@ from tools.speedrunning.dial import Plan, bytes_of, make_plan
 from tools.speedrunning.one_page import write_report
 from tools.speedrunning.price import TRAININGS, ask_compiler, lines_of_price, options_of_slice, with_changes
 from tools.speedrunning.stages import questions_of, results_of, run_stages, stages_of
-from tools.tokenizer_training import SMALLEST, train_tokenizer
+from tools.train_tokenizer import SMALLEST, train_tokenizer
 from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.base.files import read_json
 from tpu_utils.base.writing import write_atomically
+from tpu_utils.options.fields import Range
 from tpu_utils.options.tool_arguments import parse_options
 
 CHAT_BYTES = 400_000  # size of what tools.make_chats makes, at most
@@ -42,7 +43,7 @@ CHAT_BYTES = 400_000  # size of what tools.make_chats makes, at most
 class SpeedrunConfig:
     """What to train, and on what."""
 
-    depth: int
+    depth: Annotated[int, Range("[1, 64]")]
     """Layers. Width, heads, context, tokens, batch and learning rates follow from it."""
     text: Path
     """A UTF-8 text file, or a folder of them. Its last tenth is held out."""
@@ -54,34 +55,24 @@ class SpeedrunConfig:
     """NAME=PATH of tools.evaluate, such as core=eval_bundle/: both trained models are scored on them."""
     optimizer: Literal["muon", "adamw"] = "muon"
     """Optimizer of both trainings."""
-    seed: int = 0
+    seed: Annotated[int, Range("[0, 4294967295]")] = 0
     """Seed of both trainings."""
     vocab_size: int = 0
     """Tokens of the tokenizer. 0: as many as the text's size asks for."""
-    most_steps: int = 0
+    most_steps: Annotated[int, Range("[0, inf)")] = 0
     """Most steps of each training, for a rehearsal. 0: as many as follow from the depth."""
     slice: str = ""
     """A TPU slice such as v6e-8: its compiler is asked for hours and dollars before anything runs."""
-    price: float = 0.0
+    price: Annotated[float, Range("[0, inf)")] = 0.0
     """Price of the slice in dollars per chip and hour."""
-    search_minutes: float = 30.0
+    search_minutes: Annotated[float, Range("[0, inf)")] = 30.0
     """Minutes to search once for mesh and micro-batches on the slice. 0: take the first mesh that fits, one compile."""
     cost_only: bool = False
     """Ask the compiler of the slice, and end there."""
-    debug: bool = False
-    """Show the traceback of an error instead of its message alone."""
 
 
 def check(config: SpeedrunConfig) -> None:
     """Raises InputError."""
-    if not 1 <= config.depth <= 64:
-        raise InputError(f"depth is {config.depth}; expected 1 to 64")
-    if config.most_steps < 0 or config.seed < 0:
-        raise InputError("found a number below 0; expected most_steps and seed of 0 or more")
-    if not 0 <= config.price < 1e6:
-        raise InputError(f"price is {config.price}; expected dollars, 0 or more")
-    if not 0 <= config.search_minutes < 1e6:
-        raise InputError(f"search_minutes is {config.search_minutes}; expected minutes, 0 or more")
     if config.vocab_size and not SMALLEST <= config.vocab_size <= LARGEST_VOCAB_SIZE:
         raise InputError(f"vocab_size is {config.vocab_size}; expected {SMALLEST} to {LARGEST_VOCAB_SIZE}, or 0")
     if (config.price or config.cost_only) and not config.slice:
@@ -89,7 +80,7 @@ def check(config: SpeedrunConfig) -> None:
     check_tasks(parse_tasks(config.tasks))
     if not os.path.lexists(config.text):
         raise InputError(f"text is {config.text}: no such file or folder")
-    if not bytes_of([config.text]):
+    if not bytes_of(config.text):
         raise InputError(f"text is {config.text}: found nothing in it; expected UTF-8 text")
     if config.run_dir.exists() and not config.run_dir.is_dir():
         raise InputError(f"run_dir is {config.run_dir}, a file; expected a folder, or a new name")
@@ -98,7 +89,7 @@ def check(config: SpeedrunConfig) -> None:
 def check_text(text: Path, plan: Plan, chats: Path | None) -> None:
     """Raises InputError for a text that a stage would refuse as too short. Only where that may be it is tokenized."""
     needed = plan.rows * plan.sequence_length + 1
-    if bytes_of([text]) > 100 * needed:  # a tenth is held out; no tokenizer has ten bytes in a token
+    if bytes_of(text) > 100 * needed:  # a tenth is held out; no tokenizer has ten bytes in a token
         return
     documents = read_documents(text)
     training, held_out = split_documents(documents)
@@ -137,13 +128,11 @@ def keep_settings(config: SpeedrunConfig, folder: Path, plan: Plan) -> None:
 
 
 def print_plan(plan: Plan) -> None:
-    model = plan.model
-    print(
-        f"depth      {plan.depth}: width {model['hidden_size']}, {model['num_attention_heads']} heads of 128, ", end=""
-    )
-    print(f"context {plan.sequence_length}, vocabulary {plan.vocab_size:,}, {plan.parameters:,} parameters")
-    print(f"pretrain   {plan.tokens:,} tokens: {plan.steps} steps of {plan.rows} x {plan.sequence_length}, ", end="")
-    print(f"learning rate {plan.learning_rate:.3g}")
+    width, heads = plan.model["hidden_size"], plan.model["num_attention_heads"]
+    print(f"depth      {plan.depth}: width {width}, {heads} heads of 128, context {plan.sequence_length}, ", end="")
+    print(f"vocabulary {plan.vocab_size:,}, {plan.parameters:,} parameters")
+    steps = f"{plan.steps} steps of {plan.rows} x {plan.sequence_length}"
+    print(f"pretrain   {plan.tokens:,} tokens: {steps}, learning rate {plan.learning_rate:.3g}")
     print(f"finetune   {plan.chat_steps} steps, learning rate {plan.chat_learning_rate:.3g}", flush=True)
 
 
@@ -154,7 +143,7 @@ def main() -> int:
     chats = config.chats and config.chats.resolve()
     if chats:
         read_chats(chats)  # a wrong line is named now, not after hours
-    size = bytes_of([text])
+    size = bytes_of(text)
     chat_bytes = chats.stat().st_size if chats else min(size // 4, CHAT_BYTES)
     plan = make_plan(config.depth, size, chat_bytes, config.most_steps, config.vocab_size)
     of_slice = options_of_slice(plan, config.slice)

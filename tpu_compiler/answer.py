@@ -32,7 +32,7 @@ from tpu_compiler.estimate import reading
 from tpu_compiler.estimate.plan_prices import link_share, with_prices
 from tpu_compiler.estimate.report import PLANNED, Report
 from tpu_compiler.estimate.rules import moved_bytes, ruled_ms
-from tpu_compiler.estimate.schedule import LinkShare, all_links, exposed_ms, read_host_transfers
+from tpu_compiler.estimate.schedule import LinkShare, all_links, exposed_ms, read_host_transfers, seconds_on_links
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.hardware import GIB, Topology, parse_topology
 from tpu_utils.options.virtual_slice import COMPILER_VARIABLE, check_private_interfaces
@@ -128,7 +128,7 @@ def _accepted(
     seconds = sum(cycles.values()) / (hardware.clock_ghz * 1e9)  # 0.0: nothing in it has an estimate
     peak_flops = devices * hardware.bf16_tflops * 1e12 / hardware.devices_per_chip
     to_other_slices = hardware.slice_gb_per_s and hardware.slice_gb_per_s / hardware.devices_per_chip
-    sent = sum(totals["sent_bytes"] / share(kind, topology) for kind, totals in collectives.items())
+    on_links = seconds_on_links(computations, topology, devices, share)
     loops = sum(operation.kind == "while" for operations in computations.values() for operation in operations)
     return Report(
         **facts,
@@ -143,7 +143,7 @@ def _accepted(
         # the compiler counts the body of a loop once, so there is nothing to compare
         flops_ratio=compiled.flops * devices / model_flops if model_flops and not loops else None,
         collectives=collectives,
-        communication_lower_bound_ms=sent / hardware.link_gb_per_s / 1e6,
+        communication_lower_bound_ms=sum(times * each for times, each in on_links.values()) * 1e3,
         slice_transfers=reading.read_slice_transfers(computations, topology.num_slices),
         network_gb_per_s=to_other_slices,
         host_transfers=host,

@@ -11,7 +11,7 @@ remote/       pods and gs:// alone: hosts (which the slice has), meeting (how th
               secret (what proves them), storage (a run directory in a bucket), notices (of the VM)
 options/      parsing (frozen configurations, presets, the command line, config.json), train_config (the options of
               every script), fields (types, bounds, sentences), environment (what is settled before torch_xla is
-              imported), variables, compiler_flags and known_flags (what others may have set), virtual_slice
+              imported), variables and compiler_flags (what others may have set), virtual_slice
 device/       the one room that knows the backend: the device started and described, batches sent ahead, signals heard;
               xla; torch_compile (the same names without torch_xla) with dynamo, gpu, local_shards, no_graph (why there
               is none), against_eager (what it computes); dropout, batch_norm (as PyTorch's)
@@ -21,8 +21,8 @@ step/         graphs (@one_graph: a second graph is an error), seen and second_g
               rates, Adam), sgd, replicas (DistributedDataParallel), average (of weights)
 checkpoint/   the folder of checkpoints and the thread that writes them; saved, loading, streaming, state,
               sharded_tensors, tensor_reading; memory (in the memory of the hosts); resume (where a run begins)
-trial/        in plain PyTorch before anything is compiled: checks (check_model), refusals, trials (evaluations),
-              first_step (training steps); unsaved (what steps change and no checkpoint holds)
+trial/        in plain PyTorch before anything is compiled: checks (check_model), trials (evaluations), first_step and
+              tried_step (training steps); unsaved (what steps change and no checkpoint holds)
 """
 
 import getpass

@@ -240,7 +240,6 @@ class Run:
         return batch
 
     def _before_step(self, step: OneGraph, arguments: tuple, keywords: dict[str, Any], named: dict[str, Any]) -> None:
-        """Before each call of the training step."""
         if self._unsaved is None:
             from tpu_utils.trial.unsaved import Unsaved  # only here: a run that does no step needs them not
 
@@ -256,7 +255,6 @@ class Run:
         self._unsaved.before(step, named)
 
     def _after_step(self, step: OneGraph, named: dict[str, Any], result: Any, is_training: bool) -> None:
-        """After each call of any step."""
         if self._unsaved:
             self._unsaved.after(step, named, result, is_training, self._batch)
 
@@ -317,7 +315,7 @@ class Run:
             )
         self.evaluation = fields
         if self.config.keep_best:
-            from tpu_utils.record.best import better  # only here
+            from tpu_utils.checkpoint.saved import better  # only here
 
             self._best = self.peers.from_first(lambda: better(self._best, step, fields))
 

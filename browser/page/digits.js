@@ -66,8 +66,3 @@ function meanOf(grey, width, left, right, top, bottom) {
   }
   return sum / area;
 }
-
-/** What the model takes, in the layout that model.json names: (value / 255 - mean) / std of its run. One channel. */
-export function normalised(image, { mean, std }) {
-  return Float32Array.from(image, (value) => (value / 255 - mean[0]) / std[0]);
-}

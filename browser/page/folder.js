@@ -2,7 +2,7 @@
 
 export class FolderError extends Error {}
 
-export const FORMAT = "tpu-examples-onnx-1";
+const FORMAT = "tpu-examples-onnx-1";
 const LARGEST_JSON = 2 ** 20, LARGEST_GRAPH = 2 ** 30, LARGEST_TOKENIZER = 2 ** 26;
 const LARGEST_WEIGHTS = 2 ** 31 - 1; // Chromium's SHA-256 takes no more at once
 const LARGEST_VOCABULARY = 2 ** 20; // sampling.js sorts so many
@@ -16,7 +16,6 @@ const isText = (value) => typeof value === "string" && value.length <= 1000;
 const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
 const isListOf = (check, low, high) => (value) =>
   Array.isArray(value) && value.length >= low && value.length <= high && value.every(check);
-const isNumber = (value) => typeof value === "number" && Number.isFinite(value) && Math.abs(value) < 1e6;
 
 const COMMON = {
   opset: [isWhole(7, 99), "a whole number from 7"],
@@ -40,17 +39,25 @@ const FIELDS = {
     chat: [(value) => value === undefined || value === null || isObject(value), "an object, or null"],
   },
   image_classifier: {
-    image_size: [isListOf(isWhole(1, 1024), 2, 2), "height and width"],
-    channels: [isWhole(1, 4), "1 to 4"],
-    classes: [isListOf((value) => isText(value) || isNumber(value), 1, 1000), "1 to 1000 names"],
-    mean: [isListOf(isNumber, 1, 4), "a number for each channel"],
-    std: [isListOf((value) => isNumber(value) && value > 0, 1, 4), "a number above 0 for each channel"],
-    layout: [isOneOf("NCHW", "NHWC"), "NCHW or NHWC"],
+    image_size: [(value) => isListOf(isWhole(1, 1024), 2, 2)(value) && value[0] === value[1], "two equal sides"],
+    channels: [isOneOf(1), "1: a drawing has no colours"],
+    classes: [isListOf(isText, 1, 1000), "1 to 1000 names"],
+    mean: [isListOf(isOneOf(0), 1, 1), "[0]: the graph normalises its image"],
+    std: [isListOf(isOneOf(1), 1, 1), "[1]: the graph normalises its image"],
+    layout: [isOneOf("NCHW"), "NCHW"],
   },
 };
 
 const found = (value) => (value === undefined ? "nothing" : JSON.stringify(value).slice(0, 60));
 export const megabytes = (bytes) => (bytes / 1e6).toLocaleString("en", { maximumFractionDigits: bytes < 1e7 ? 2 : 0 }) + " MB";
+
+/** Raises FolderError for a field that is missing or wrong. prefix: what is in front of its name in the message. */
+function checkFields(object, fields, prefix = "") {
+  for (const [name, [isRight, expected]] of Object.entries(fields)) {
+    const value = Object.hasOwn(object, name) ? object[name] : undefined;
+    if (!isRight(value)) throw new FolderError(`model.json: ${prefix}${name} is ${found(value)}; expected ${expected}`);
+  }
+}
 
 /** What model.json says, checked. Raises FolderError. */
 export function checkModel(text) {
@@ -68,25 +75,13 @@ export function checkModel(text) {
   if (!Object.hasOwn(FIELDS, model.kind)) {
     throw new FolderError(`model.json: kind is ${found(model.kind)}; expected ${Object.keys(FIELDS).join(" or ")}`);
   }
-  for (const [name, [isRight, expected]] of Object.entries({ ...COMMON, ...FIELDS[model.kind] })) {
-    const value = Object.hasOwn(model, name) ? model[name] : undefined;
-    if (!isRight(value)) throw new FolderError(`model.json: ${name} is ${found(value)}; expected ${expected}`);
-  }
+  checkFields(model, { ...COMMON, ...FIELDS[model.kind] });
   if (model.kind === "language_model") checkLanguageModel(model);
-  else if (model.mean.length !== model.channels || model.std.length !== model.channels) {
-    throw new FolderError(
-      `model.json: mean and std have ${model.mean.length} and ${model.std.length} numbers; expected ${model.channels}`,
-    );
-  }
   for (const name of expectedFiles(model)) {
-    const file = Object.hasOwn(model.files, name) ? model.files[name] : undefined;
-    const most = largest(name);
-    if (!isObject(file) || !isWhole(1, most)(file.bytes)) {
-      throw new FolderError(`model.json: bytes of ${name} is ${found(file?.bytes)}; expected 1 to ${most}`);
-    }
-    if (typeof file.sha256 !== "string" || !/^[0-9a-f]{64}$/.test(file.sha256)) {
-      throw new FolderError(`model.json: sha256 of ${name} is ${found(file.sha256)}; expected 64 hexadecimal digits`);
-    }
+    checkFields(model.files, { [name]: [isObject, "bytes and sha256"] }, "files: ");
+    const most = largest(name), isHash = (value) => isText(value) && /^[0-9a-f]{64}$/.test(value);
+    const fields = { bytes: [isWhole(1, most), `1 to ${most}`], sha256: [isHash, "64 hexadecimal digits"] };
+    checkFields(model.files[name], fields, `${name}: `);
   }
   const known = [...expectedFiles(model), ...NEVER_READ];
   const foreign = Object.keys(model.files).find((name) => !known.includes(name));
@@ -120,10 +115,7 @@ function checkChat(chat, vocabulary) {
   const tokens = (low, high) => [isListOf(isWhole(0, vocabulary - 1), low, high), `${low} to ${high} tokens of the vocabulary`];
   const isName = (value) => isText(value) && /^[a-z0-9]+$/.test(value);
   const fields = { format: [isName, "the name of a format"], begin: tokens(0, 1), stops: tokens(1, 1000), words: tokens(1, 1000) };
-  for (const [name, [isRight, expected]] of Object.entries(fields)) {
-    const value = Object.hasOwn(chat, name) ? chat[name] : undefined;
-    if (!isRight(value)) throw new FolderError(`model.json: chat.${name} is ${found(value)}; expected ${expected}`);
-  }
+  checkFields(chat, fields, "chat.");
 }
 
 function expectedFiles(model) {

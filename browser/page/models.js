@@ -96,13 +96,12 @@ export class LanguageModel {
     check(given, most, context, vocab_size);
     const known = isChat ? inCommon(this.cached, given.slice(0, -1)) : 0;
     const random = new Random(options.seed), tokens = [], before = this.tokenizer.decode(words);
-    const began = performance.now();
     let logits, first = 0, ended = "length", end = null; // the token that ended it
     const told = () => {
       const whole = this.tokenizer.decode(words.concat(tokens));
       const start = isChat ? this.format.lead : before, text = whole.startsWith(start) ? whole.slice(start.length) : whole;
       const seconds = tokens.length ? (performance.now() - first) / 1000 : 0;
-      return { text, count: tokens.length, seconds, read: given.length - known, prefillSeconds: ((first || performance.now()) - began) / 1000 };
+      return { text, count: tokens.length, seconds, read: given.length - known };
     };
     for (let at = known; at < given.length; at += chunk) {
       await messagesRead();
@@ -161,8 +160,7 @@ function messagesRead() {
 export class Classifier {
   constructor(model) {
     this.model = model;
-    const [height, width] = model.image_size, channels = model.channels;
-    this.shape = model.layout === "NCHW" ? [1, channels, height, width] : [1, height, width, channels];
+    this.shape = [1, 1, ...model.image_size];
   }
 
   async load(ort, files) {
@@ -174,7 +172,7 @@ export class Classifier {
     await this.classify(new Float32Array(this.shape.reduce((product, length) => product * length, 1)));
   }
 
-  /** The probability of each class for a normalised image. */
+  /** The probability of each class for an image of values from 0 to 1. */
   async classify(image) {
     const { logits } = await this.session.run({ image: new this.ort.Tensor("float32", image, this.shape) });
     checkFinite(logits.data, "the logits of the image");

@@ -1,7 +1,7 @@
 // The page: what is loaded, what is asked for, what is shown. A model's words reach it by textContent alone.
 
 import { Chat } from "./chat.js";
-import { centred, normalised } from "./digits.js";
+import { centred } from "./digits.js";
 import { Drawing } from "./drawing.js";
 import { Engine, mostThreads } from "./engine.js";
 import { chosenFolder, droppedFolder, megabytes, readFolder, servedFolder } from "./folder.js";
@@ -65,9 +65,9 @@ function use(engine, name, bytes) {
   const { model } = engine, { kind } = model, isText = kind === "language_model";
   engines[kind]?.end("another model was loaded");
   engines[kind] = engine;
-  const panel = isText ? "text" : "digits", threads = `${engine.threads} thread${engine.threads > 1 ? "s" : ""}`;
+  const panel = isText ? "text" : "digits";
   const what = isText ? `${model.family}, ${model.weights}, context ${model.context}` : `${model.classes.length} classes, ${model.image_size.join(" x ")} pixels`;
-  element(`${panel}-model`).textContent = `${name}: ${what}, ${megabytes(bytes)}, ${threads}.${model.source ? ` From ${model.source}.` : ""}`;
+  element(`${panel}-model`).textContent = `${name}: ${what}, ${megabytes(bytes)}, ${threads(engine.threads)}.${model.source ? ` From ${model.source}.` : ""}`;
   tell("loader", `${name} is ready: ${isText ? "a language model" : "a model that reads digits"}.`);
   tell(panel, "");
   if (isText) showView(model);
@@ -140,7 +140,6 @@ function showView({ chat: format }) {
 const chat = new Chat({
   async answer(messages, report) {
     const engine = engines.language_model, options = optionsOf();
-    if (!messages.every(({ content }) => content.isWellFormed())) throw new Error("a message holds half a character; expected text");
     tell("text", "Answering");
     const paint = painter((values) => {
       report(values);
@@ -198,9 +197,11 @@ async function generate() {
   setGenerating(false);
 }
 
+const threads = (count) => `${count} thread${count > 1 ? "s" : ""}`;
+
 function speedOf({ count, seconds }, engine) {
   const speed = count > 1 && seconds > 0 ? `${((count - 1) / seconds).toFixed(1)} tokens/s, ` : "";
-  return `${speed}${count} token${count === 1 ? "" : "s"}, ${engine.threads} thread${engine.threads > 1 ? "s" : ""}`;
+  return `${speed}${count} token${count === 1 ? "" : "s"}, ${threads(engine.threads)}`;
 }
 
 function showText(values, engine) {
@@ -225,24 +226,18 @@ element("text-form").addEventListener("submit", (event) => {
   if (engines.language_model && !engines.language_model.model.chat && !isGenerating) generate();
 });
 element("stop").addEventListener("click", () => engines.language_model?.stop());
-element("prompt").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) element("text-form").requestSubmit();
-});
 
 // -------------------------------------------------------------------------------------------------------------- digits
 
 async function readDigit() {
   const engine = engines.image_classifier;
   if (!engine) return tell("digits", "Load a model of digits to have this drawing read.");
-  const { model } = engine, [height, width] = model.image_size;
-  if (model.channels !== 1 || height !== width) {
-    return complain("digits", `the model reads images of ${height} x ${width} pixels in ${model.channels} channels; a drawing is square and has 1`);
-  }
-  const { grey, ...size } = drawing.grey(), image = centred(grey, size.width, size.height, width);
+  const { model } = engine, [side] = model.image_size;
+  const { grey, width, height } = drawing.grey(), image = centred(grey, width, height, side);
   if (!image) return tell("digits", "There is nothing drawn yet.");
-  showSeen(image, width);
+  showSeen(image, side);
   try {
-    const probabilities = await engine.classify(normalised(image, model));
+    const probabilities = await engine.classify(Float32Array.from(image, (value) => value / 255));
     const best = probabilities.indexOf(Math.max(...probabilities));
     showClasses(model, probabilities, best);
     tell("digits", `The model reads ${model.classes[best]}, with ${(100 * probabilities[best]).toFixed(1)} %.`);
@@ -291,7 +286,7 @@ clearDigit();
 
 // --------------------------------------------------------------------------------------------------------------- start
 
-element("speed").textContent = `${mostThreads()} thread${mostThreads() > 1 ? "s" : ""}`;
+element("speed").textContent = threads(mostThreads());
 for (const path of new URLSearchParams(location.search).getAll("model")) {
   await load(() => servedFolder(path)); // one of each kind may be named
 }

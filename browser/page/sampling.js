@@ -15,7 +15,7 @@ export class Random {
 }
 
 /** Indices of a Float32Array, the largest value first, of equal ones the first first. At most 2^20 values. */
-export function sorted(logits) {
+function sorted(logits) {
   const bits = new Uint32Array(1), value = new Float32Array(bits.buffer), keys = new Float64Array(logits.length);
   for (let index = 0; index < logits.length; index++) {
     value[0] = logits[index] + 0; // -0 is equal to 0

@@ -78,12 +78,11 @@ def graph(kind: str, tokens: int, opset: int = OPSET) -> onnx.ModelProto:
       }}""")
 
 
-def write_classifier(folder: Path, table, offset, side: int, mean: float, std: float, layout: str) -> Path:
+def write_classifier(folder: Path, table, offset, side: int) -> Path:
     """Logits are the pixels times table (side * side, 10), plus offset."""
     folder.mkdir()
-    shape = f"1, 1, {side}, {side}" if layout == "NCHW" else f"1, {side}, {side}, 1"
     made = parser.parse_model(f"""<ir_version: 9, opset_import: ["": 18]>
-      stub (float[{shape}] image) => (float[1, 10] logits) <int64[2] flat = {{1, {side * side}}}>
+      stub (float[1, 1, {side}, {side}] image) => (float[1, 10] logits) <int64[2] flat = {{1, {side * side}}}>
       {{
         row = Reshape (image, flat)
         logits = Gemm (row, table, offset)
@@ -92,6 +91,6 @@ def write_classifier(folder: Path, table, offset, side: int, mean: float, std: f
         made.graph.initializer.append(numpy_helper.from_array(value, name))
     onnx.save(made, folder / "classifier.onnx")
     model = dict(format="tpu-examples-onnx-1", kind="image_classifier", image_size=[side, side], channels=1)
-    model |= dict(classes=[str(digit) for digit in range(10)], mean=[mean], std=[std], layout=layout)
+    model |= dict(classes=[str(digit) for digit in range(10)], mean=[0.0], std=[1.0], layout="NCHW")
     write_model_json(folder, model | dict(opset=18, versions={}, source="a stub"))
     return folder

@@ -154,8 +154,10 @@ def test_a_digit_of_logits_that_are_not_finite_is_no_answer(page, models):
         offset = np.zeros(10, np.float32)
         offset[3] = value
         folder = models / f"digits_{value}"
-        write_classifier(folder, np.zeros((64, 10), np.float32), offset, 8, 0.3, 0.35, "NHWC")
+        write_classifier(folder, np.zeros((64, 10), np.float32), offset, 8)
         assert "the logits of the image are infinite or not a number; expected numbers" in opened(page, folder.name)
+    write_model_json(folder, json.loads((folder / "model.json").read_text()) | dict(mean=[0.5]))
+    assert "mean is [0.5]; expected [0]" in opened(page, folder.name)
 
 
 # how Llama 3 and Qwen3 split a text into words
@@ -671,19 +673,19 @@ def read_in_page(page, images: np.ndarray) -> list[tuple[int, np.ndarray]]:
     return found
 
 
-def nearest_mean(images: np.ndarray, labels: np.ndarray, folder, mean: float, std: float, layout: str):
+def nearest_mean(images: np.ndarray, labels: np.ndarray, folder):
     """A classifier that reads digits by their distance to the mean of each class: its function, written to folder."""
-    x = ((images / 255 - mean) / std).reshape(len(images), -1).astype(np.float32)
+    x = (images / 255).reshape(len(images), -1).astype(np.float32)
     means = np.stack([x[labels == digit].mean(0) for digit in range(10)])
     table, offset = means.T.copy(), -(means**2).sum(1) / 2
-    write_classifier(folder, table, offset.astype(np.float32), images.shape[1], mean, std, layout)
-    return lambda images: (((images / 255 - mean) / std).reshape(len(images), -1) @ table + offset).argmax(1)
+    write_classifier(folder, table, offset.astype(np.float32), images.shape[1])
+    return lambda images: ((images / 255).reshape(len(images), -1) @ table + offset).argmax(1)
 
 
 def test_digits_are_read_as_on_the_host(page, models):
     """Test digits rendered on the paper; then one drawn by keyboard and one by mouse."""
     digits = load_digits()
-    read = nearest_mean(digits.train_images, digits.train_labels, models / "digits", 0.3, 0.35, "NHWC")
+    read = nearest_mean(digits.train_images, digits.train_labels, models / "digits")
     assert opened(page, "digits") == "digits is ready: a model that reads digits."
     test, expected = digits.test_images[:15], read(digits.test_images[:15])
     found = read_in_page(page, test)
@@ -719,7 +721,7 @@ def test_digits_are_read_as_on_the_host(page, models):
 def test_a_digit_of_mnist_is_scaled_and_centred_as_it_was(page, models, mnist_dir):
     """Rendered on the paper, images of MNIST come back exactly: there is one way to scale and centre them."""
     mnist = load_mnist(mnist_dir, download=False)
-    read = nearest_mean(mnist.train_images, mnist.train_labels, models / "mnist", 0.1307, 0.3081, "NCHW")
+    read = nearest_mean(mnist.train_images, mnist.train_labels, models / "mnist")
     assert "ready" in opened(page, "mnist")
     for image, (got, seen) in zip(mnist.test_images, read_in_page(page, mnist.test_images[:10]), strict=False):
         assert got == read(image[None])[0] and (seen == image).all()

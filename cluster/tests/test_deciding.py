@@ -132,7 +132,7 @@ def test_the_queue_forgets_the_silent_and_learns_again_after_a_restart(tmp_path)
     turns = Turns(lambda: TWO, state, clock=clock)
     x, y = vars(wants("x", 4)), vars(wants("y", 8))
     first = turns.ask(PROTOCOL, x)
-    assert first == {"places": [["a", [0, 1, 2, 3]]]} == turns.ask(PROTOCOL, x)
+    assert first == {"places": [["a", (0, 1, 2, 3)]]} == turns.ask(PROTOCOL, x)
     assert "no live host or slice" in turns.ask(PROTOCOL, y)["waits"]
     turns.release("y")
     again = Turns(lambda: TWO, state, restarted=True, clock=clock)
@@ -140,9 +140,10 @@ def test_the_queue_forgets_the_silent_and_learns_again_after_a_restart(tmp_path)
     assert "restarted" in again.ask(PROTOCOL, z)["waits"]  # x has not said yet what it has
     assert again.ask(PROTOCOL, x, first["places"]) == first
     clock.now += SETTLE_SECONDS
-    assert again.ask(PROTOCOL, z) == {"places": [["b", [0, 1, 2, 3]]]}
+    assert again.ask(PROTOCOL, z) == {"places": [["b", (0, 1, 2, 3)]]}
     clock.now += SILENT_SECONDS + 1
     assert again.ask(PROTOCOL, vars(wants("w", 4, 9.0)))["places"][0][0] == "a"
+    assert "given to another run after it had been silent" in again.ask(PROTOCOL, x, first["places"])["lost"]
     what = [(event["what"], event["name"]) for event in json.loads(state.read_text())["events"]]
     assert ("lost", "x") in what and ("runs on", "x") in what
     assert "version" in again.ask(PROTOCOL + 1, x)["refused"]
@@ -238,6 +239,9 @@ def test_a_long_log_is_followed_once_from_end_to_end(monkeypatch):
     assert connected(jobs).follow("k", said.append) == 7
     assert "".join(said) == "".join(lines[2:])
     assert sum(read) < 2 * sum(map(len, lines))
+    jobs.get_job_info = Mock(side_effect=ConnectionError("refused"))
+    with pytest.raises(PassingError, match="the cluster's head is gone: refused; the run is lost with it"):
+        connected(jobs).follow("k", said.append)
 
 
 def write(folder: Path, *names: str) -> Path:

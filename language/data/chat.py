@@ -23,8 +23,9 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from language.data.entries import check_apart, entries_of, is_hidden, tell_once
-from language.data.sequence_data import SequenceData
+from language.data.sequence_data import ALONE, Host, SequenceData
 from language.data.stream_files import refuse_other_json
+from language.data.text import EpochRows
 from language.data.tokenizer import check_texts, check_tokenizer, text_in, tokenizer_of
 from language.options.shapes import START
 from language.options.transformer_options import TransformerConfig
@@ -164,10 +165,8 @@ def encode(parts: Iterator[tuple[int | str, bool]], format: str, tokenizer) -> t
 
 
 def format_chat(messages: list[dict], format: str, tokenizer) -> tuple[list[int], list[bool]]:
-    """Tokens of a conversation, and which are targets: those of answers and the token that ends each.
-
-    tokenizer: has encode(text), decode(tokens), token(name) -> int | None, end, begin (int | None). Raises InputError.
-    """
+    """Tokens of a conversation, and which are targets: those of answers and the token that ends each. tokenizer: has
+    encode(text), decode(tokens), token(name) -> int | None, end, begin (int | None). Raises InputError."""
     format = choose_format(format, tokenizer)
     return encode(parts_of(messages, format, tokenizer), format, tokenizer)
 
@@ -207,9 +206,7 @@ def messages_of(record: dict[str, Any]) -> list[dict[str, Any]]:
         raise ValueError(f"messages is {type(messages).__name__}, expected a list")
     check_keys(record, "it", (None, 1))
     if marks := [key for key in ("label", "kto_tag") if record.get(key) is False]:  # of data for KTO
-        raise ValueError(
-            f"its {marks[0]} is false, which marks an answer that is not wanted, expected answers to learn"
-        )
+        raise ValueError(f"its {marks[0]} is false, which marks an answer that is not wanted, expected one to learn")
     found = []
     for number, message in enumerate(messages, 1):
         message = message if isinstance(message, dict) else {}
@@ -271,10 +268,8 @@ def chat_files(path: Path) -> list[Path]:
 
 
 def read_chats(path: Path) -> list[tuple[str, list[dict[str, Any]]]]:
-    """(file and line, messages) of every conversation in a file, or in all .jsonl of a folder, sorted by name.
-
-    Raises InputError that names every line that is none. Empty lines are skipped.
-    """
+    """(file and line, messages) of every conversation in a file, or in all .jsonl of a folder, sorted by name. Raises
+    InputError that names every line that is none. Empty lines are skipped."""
     files = chat_files(path)
     chats = []
     problems = []
@@ -284,6 +279,7 @@ def read_chats(path: Path) -> list[tuple[str, list[dict[str, Any]]]]:
             refuse_other_json(opened, str(file))
             end = 0
             for number, line in enumerate(lines_of(opened, LONGEST_LINE), 1):
+                where = f"{file}, line {number}"
                 start, end = end, opened.tell()
                 try:
                     if end - start >= LONGEST_LINE:
@@ -291,13 +287,11 @@ def read_chats(path: Path) -> list[tuple[str, list[dict[str, Any]]]]:
                     if line.strip():
                         record = record_of(line)
                         messages = messages_of(record)
-                        chats.append((f"{file}, line {number}", messages))
+                        chats.append((where, messages))
                         without_effect.update(keys_without_effect(record))
                         empty += any(is_answer(message) and not message["content"].strip() for message in messages)
                 except ValueError as error:
-                    problems.append(
-                        f"{file}, line {number}: no conversation: {error}; correct the line, or leave it out"
-                    )
+                    problems.append(f"{where}: no conversation: {error}; correct the line, or leave it out")
                     if len(problems) == MOST_COUNTED:
                         refuse(problems)
     refuse(problems)
@@ -312,11 +306,9 @@ def read_chats(path: Path) -> list[tuple[str, list[dict[str, Any]]]]:
 
 
 def encode_chats(chats: list[tuple[str, list[dict]]], format: str, tokenizer, T: int) -> tuple[list[np.ndarray], int]:
-    """Each conversation as int32, at most T + 1 long, as a row holds it; and how many were truncated to that.
-
-    A target is stored as token, a token that is no target as ~token, the first as ~(START + token): sequence_data.py.
-    Raises InputError for a conversation whose targets are all truncated.
-    """
+    """Each conversation as int32, at most T + 1 long, as a row holds it; and how many were truncated to that. A target
+    is stored as token, a token that is no target as ~token, the first as ~(START + token): sequence_data.py. Raises
+    InputError for a conversation whose targets are all truncated."""
     format = choose_format(format, tokenizer)
     special_tokens(format, tokenizer)  # refused once, not for every line
     some = chats[:: len(chats) // SAMPLED_CHATS + 1]
@@ -346,9 +338,7 @@ def encode_chats(chats: list[tuple[str, list[dict]]], format: str, tokenizer, T:
 
 def fill_rows(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     """Bin packing: rows of indices, at most `capacity` in sum; the longest first, each into the fullest row it fits.
-
-    Best-fit decreasing: at most 11/9 of the fewest rows possible, and 1 more.
-    """
+    Best-fit decreasing: at most 11/9 of the fewest rows possible, and 1 more."""
     rows: list[list[int]] = []
     with_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # rows by the room that is left in them
     rooms: list[int] = []  # where with_room has rows, sorted: the fullest one that fits is found by bisection
@@ -371,64 +361,32 @@ def fill_rows(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     return rows
 
 
-class ChatPacks:
+class ChatPacks(EpochRows):
     """Packs whole conversations into rows of T + 1 tokens; none attends to another.
 
     Conversations are put into rows once, by the seed; every epoch has the same rows in an order of its own. So each
     conversation comes once an epoch, and an epoch has the same number of batches. The last batch is padded.
     """
 
+    padding = ~START  # documents of one token 0, no targets
+
     def __init__(
-        self,
-        conversations: list[np.ndarray],
-        T: int,
-        rows: int,
-        seed: int = 0,
-        shuffle: bool = True,
-        process_index: int = 0,
-        process_count: int = 1,
+        self, conversations: list[np.ndarray], T: int, rows: int, seed: int = 0, shuffle=True, host: Host = ALONE
     ):
         """conversations: as encode_chats() gives them."""
-        self.T = T
-        self.rows = rows
-        self.seed = seed
-        self.shuffle = shuffle
-        self.process_index, self.process_count = process_index, process_count
+        self.rows, self.seed, self.shuffle, self.host = rows, seed, shuffle, host
         lengths = np.array([len(conversation) for conversation in conversations])
         order = np.random.default_rng(seed).permutation(len(lengths)) if shuffle else np.arange(len(lengths))
         packs = [order[members] for members in fill_rows(lengths[order], T + 1)]
         self.tokens = np.concatenate([conversations[index] for members in packs for index in members])
         self.counts = np.array([lengths[members].sum() for members in packs])
         self.starts = np.cumsum(self.counts) - self.counts
-        self.batches_per_epoch = -(-len(packs) // self.global_rows)
-
-    @property
-    def global_rows(self) -> int:
-        return self.rows * self.process_count
+        self.buckets = np.full_like(self.counts, T)
 
     @property
     def fill(self) -> float:
         """Share of the places in an epoch's rows that hold a token, without the rows that pad the last batch."""
-        return len(self.tokens) / (len(self.counts) * (self.T + 1))
-
-    @functools.lru_cache(maxsize=2)  # noqa: B019 - two epochs, and the source lives as long as the run
-    def plan(self, epoch: int) -> np.ndarray:
-        """Indices of packs in the order of an epoch."""
-        order = np.arange(len(self.counts))
-        if self.shuffle:
-            np.random.default_rng((self.seed, epoch)).shuffle(order)
-        return order
-
-    def batch(self, step: int) -> np.ndarray:
-        """(rows, T + 1) int32 of this process. Padding is ~START: documents of one token 0, no targets."""
-        epoch, index = divmod(step, self.batches_per_epoch)
-        first = index * self.global_rows + self.process_index * self.rows
-        members = self.plan(epoch)[first : first + self.rows]
-        out = np.full((self.rows, self.T + 1), ~START, np.int32)
-        reach = self.starts[members, None] + np.arange(self.T + 1)
-        valid = np.arange(self.T + 1) < self.counts[members, None]
-        out[: len(members)] = np.where(valid, self.tokens[np.minimum(reach, len(self.tokens) - 1)], ~START)
-        return out
+        return len(self.tokens) / (self.buckets + 1).sum()
 
 
 def read_parts(config: TransformerConfig) -> tuple[list, list]:
@@ -436,9 +394,8 @@ def read_parts(config: TransformerConfig) -> tuple[list, list]:
     path, validation_path = config.data_paths
     chats = read_chats(path)
     if validation_path:
-        held_out_chats = read_chats(validation_path)
         check_apart(chat_files(path), chat_files(validation_path))
-        return chats, held_out_chats
+        return chats, read_chats(validation_path)
     if len(chats) < 2:
         raise InputError(f"{config.train_data}: 1 conversation; expected 2 or more, or others with --validation_data")
     held_out = max(1, len(chats) // 10)
@@ -453,24 +410,17 @@ def check(config: TransformerConfig) -> None:
 
 
 def load(config: TransformerConfig, process_index: int = 0, process_count: int = 1) -> SequenceData:
-    """As load_chats(), by the tokenizer of the options."""
-    return load_chats(config, tokenizer_of(config), process_index, process_count)
-
-
-def load_chats(config: TransformerConfig, tokenizer, process_index: int = 0, process_count: int = 1) -> SequenceData:
-    """The conversations that config names, checked, formatted and packed; of several processes each gets its rows.
-
-    Raises InputError.
-    """
+    """The conversations that config names, packed; of several processes each gets its rows. Raises InputError."""
     T = config.shape.sequence_length
+    tokenizer = tokenizer_of(config)
     check_tokenizer(tokenizer, config.shape.vocab_size)
     training, validating = read_parts(config)
     rows = config.global_batch_size // process_count
-    part = dict(process_index=process_index, process_count=process_count)
+    host = Host(process_index, process_count)
     encoded, truncated = encode_chats(training, config.chat_format, tokenizer, T)
     encoded_validation, truncated_validation = encode_chats(validating, config.chat_format, tokenizer, T)
-    train = ChatPacks(encoded, T, rows, config.seed, True, **part)
-    validation = ChatPacks(encoded_validation, T, rows, shuffle=False, **part)
+    train = ChatPacks(encoded, T, rows, config.seed, True, host)
+    validation = ChatPacks(encoded_validation, T, rows, shuffle=False, host=host)
     description = (
         f"{len(training):,} conversations to train on, {len(validating):,} to validate, format "
         f"{choose_format(config.chat_format, tokenizer)}; "

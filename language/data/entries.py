@@ -13,8 +13,7 @@ from language.data.preparations import identity
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.files import file_size, open_regular
 
-FEWEST_OTHER_FILES = 32
-"""Files that a run has open beside its data, at least."""
+FEWEST_OTHER_FILES = 32  # files that a run has open beside its data, at least
 OTHER_FILES = 1024
 
 
@@ -45,11 +44,9 @@ def matching(pattern: Path) -> list[Path]:
 
 
 def entries_of(folder: Path, paths: Iterable[Path]) -> list[Path]:
-    """The paths in a folder, sorted, without hidden ones: what editors, Git and downloads put there is no data.
-
-    Raises InputError for a link out of it: which files a model is trained on is for the user to say, not for whoever
-    made the folder. And for the root of all folders, which would take hours to list.
-    """
+    """The paths in a folder, sorted, without hidden ones: what editors, Git and downloads put there is no data. Raises
+    InputError for a link out of it: which files a model is trained on is for the user to say, not for whoever made the
+    folder. And for the root of all folders, which would take hours to list."""
     if folder.resolve() == folder.resolve().parent:
         raise InputError(f"{folder} holds every file of this machine; expected a folder of data")
     every = sorted(paths)
@@ -110,6 +107,5 @@ def size_of(path: Path) -> int:
 def refuse_overlap(training: str, validation: str) -> None:
     what = f"{validation} is" if training == validation else f"{training} is the same as {validation},"
     raise InputError(
-        f"{what} in train_data and in validation_data; expected text for validation that is not trained on; choose a "
-        "--train_data without it"
+        f"{what} in train_data and in validation_data; expected it in one of them; choose a --train_data without it"
     )

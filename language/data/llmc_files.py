@@ -31,8 +31,7 @@ def read_header(file: BinaryIO, kind: str) -> np.ndarray:
     content = file.read(HEADER_WORDS * 4)
     if len(content) < HEADER_WORDS * 4:
         raise InputError(
-            f"{file.name}: {len(content)} bytes; {kind} starts with a header of {HEADER_WORDS * 4} bytes; copy or "
-            "write it again"
+            f"{file.name}: {len(content)} bytes; {kind} starts with a header of {HEADER_WORDS * 4} bytes; copy it again"
         )
     return np.frombuffer(content, "<i4")
 
@@ -81,11 +80,9 @@ def open_token_shard(path: Path, vocab_size: int) -> np.ndarray:
             raise InputError(
                 f"{path}: magic number {magic} is not a token shard's; expected {known}; see tools.prepare_data"
             )
-        known_version, dtype, full_vocab, name = TOKEN_FORMATS[magic]
-        if version != known_version:
-            raise InputError(
-                f"{path}: {name} tokens of version {version}; expected {known_version}; write the shard again"
-            )
+        expected, dtype, full_vocab, name = TOKEN_FORMATS[magic]
+        if version != expected:
+            raise InputError(f"{path}: {name} tokens of version {version}; expected {expected}; write the shard again")
         check_size(file, HEADER_WORDS * 4 + count * np.dtype(dtype).itemsize, f"{count} {name} tokens")
         if name == "Llama-3" and not recorded and vocab_size < full_vocab:
             raise InputError(
@@ -100,10 +97,7 @@ def open_token_shard(path: Path, vocab_size: int) -> np.ndarray:
 
 def write_token_shard(path: Path, tokens: np.ndarray, vocab_size: int = 0) -> None:
     """Write one shard, which llm.c reads too: GPT-2's (uint16), or Llama-3's (uint32) for a vocabulary above 65,536.
-    Raises InputError for tokens that do not fit.
-
-    vocab_size: recorded in a word of the header that llm.c leaves 0 and does not read.
-    """
+    vocab_size: recorded in a word of the header that llm.c does not read. Raises InputError for tokens too large."""
     magic = LLAMA3_TOKENS if vocab_size > MOST_SHORT_TOKENS else GPT2_TOKENS
     version, dtype, _, name = TOKEN_FORMATS[magic]
     if len(tokens) and (tokens.min() < 0 or tokens.max() > np.iinfo(dtype).max):
@@ -114,9 +108,7 @@ def write_token_shard(path: Path, tokens: np.ndarray, vocab_size: int = 0) -> No
 
 def check_tokens(tokens: np.ndarray, vocab_size: int, where: object) -> None:
     if (largest := int(tokens.max(initial=0))) >= vocab_size:
-        raise InputError(
-            f"{where}: token {largest}, but vocab_size is {vocab_size}; use the matching tokenizer or vocabulary"
-        )
+        raise InputError(f"{where}: token {largest}, but vocab_size is {vocab_size}; use the matching tokenizer")
 
 
 @dataclass(frozen=True)

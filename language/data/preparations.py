@@ -27,11 +27,9 @@ def shards_with(prefix: str) -> list[Path]:
 
 
 def begin_preparation(prefix: str) -> BinaryIO:
-    """Say that shards are being written, and remove those of an earlier preparation with this prefix.
-
-    Returns the list of shards, locked until it is closed. Raises InputError for shards that came from elsewhere, and
-    where another process writes some.
-    """
+    """Say that shards are being written, and remove those of an earlier preparation with this prefix. Returns the list
+    of shards, locked until it is closed. Raises InputError for shards that came from elsewhere, and where another
+    process writes some."""
     from tpu_utils.base.new_folder import take_lock  # only here: training writes none
 
     list_of_shards, earlier = path_of(prefix), shards_with(prefix)
@@ -78,13 +76,13 @@ def identity(path: Path) -> dict[str, int]:
 
 def check_preparations(pattern: Path, paths: list[Path]) -> None:
     """Raises InputError where the shards that a pattern matches are not those of a preparation that has ended."""
-    prefixes = [found[1] if (found := SHARD.fullmatch(path.name)) else "" for path in paths]
-    for prefix in sorted({*prefixes} - {""}):
-        list_of_shards = path_of(str(pattern.parent / prefix))
-        if not list_of_shards.exists():
-            continue
-        own = {path.name: path for path, other in zip(paths, prefixes, strict=True) if other == prefix}
-        check_one(list_of_shards, own, pattern.name)
+    shards: dict[str, dict[str, Path]] = {}
+    for path in paths:
+        if found := SHARD.fullmatch(path.name):
+            shards.setdefault(found[1], {})[path.name] = path
+    for prefix, own in sorted(shards.items()):
+        if (list_of_shards := path_of(str(pattern.parent / prefix))).exists():
+            check_one(list_of_shards, own, pattern.name)
 
 
 def check_one(list_of_shards: Path, own: dict[str, Path], pattern: str) -> None:

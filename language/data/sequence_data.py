@@ -8,11 +8,25 @@ and padding ~START. A batch is a pure function of the step, so resuming needs no
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from language.options.transformer_options import TransformerConfig
+
+
+class Host(NamedTuple):
+    """Which of the processes that share a global batch this is."""
+
+    index: int = 0
+    count: int = 1
+
+    def part(self, rows: int) -> slice:
+        """The rows of a global batch that are this process's, which has so many."""
+        return slice(self.index * rows, (self.index + 1) * rows)
+
+
+ALONE = Host()
 
 
 @dataclass(frozen=True)
@@ -36,10 +50,8 @@ class SequenceData:
     validation: Any
     validation_batches: int
     description: str
-    crc32: int
-    """Identifies the data: a run is resumed on the data it began with. One CRC-32, or the two of TokenShards."""
-    loss_floor: float | None = None
-    """Lowest possible expected loss in nats, in closed form; None where nobody knows it."""
+    crc32: int  # identifies the data: a run is resumed on the data it began with. One CRC-32, or the two of TokenShards
+    loss_floor: float | None = None  # lowest possible expected loss in nats, in closed form; None where nobody knows it
 
     unit = "tokens"
 

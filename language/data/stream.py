@@ -26,8 +26,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from language.data.entries import allow_open_files
-from language.data.sequence_data import SequenceData
+from language.data.sequence_data import Host, SequenceData
 from language.data.stream_files import StreamFile, check_no_overlap, fingerprint_of, list_files, read_documents
+from language.data.text import EpochRows
 from language.data.tokenizer import Tokenizer, check_lost, check_texts, check_tokenizer, tokenizer_of
 from language.options.transformer_options import TransformerConfig
 from tpu_utils.base.errors import CheckpointError, InputError
@@ -52,11 +53,9 @@ class Reading:
     tokenizer: Tokenizer
     seed: int
     lanes: int
-    window: int
-    """Documents that are shuffled among themselves."""
+    window: int  # documents that are shuffled among themselves
     skip_damaged: bool
-    hold_out: bool
-    """Leave the documents that are for validation out."""
+    hold_out: bool  # leave the documents that are for validation out
 
     def refused(self, error: InputError, left_out: int) -> None:
         """Raises it, or says now and then that it is the left_out-th thing left out."""
@@ -70,21 +69,15 @@ class Position(NamedTuple):
     """Where a lane goes on: at the first token of the next row."""
 
     epoch: int = 0
-    turn: int = 0
-    """Which one of the lane's files of this epoch."""
-    first: int = 0
-    """The document of the file that the window begins with."""
-    index: int = 0
-    """Index of the document in the shuffled window."""
-    offset: int = 0
-    """Index of the token in the document, whose token 0 is the end token in front of it."""
-    left_out: int = 0
-    """Damaged documents and files before the window."""
+    turn: int = 0  # which one of the lane's files of this epoch
+    first: int = 0  # the document of the file that the window begins with
+    index: int = 0  # index of the document in the shuffled window
+    offset: int = 0  # index of the token in the document, whose token 0 is the end token in front of it
+    left_out: int = 0  # damaged documents and files before the window
 
 
 class Window(NamedTuple):
-    position: Position
-    """Position of its first document."""
+    position: Position  # position of its first document
     texts: list[str]
 
 
@@ -164,10 +157,8 @@ class Lane:
         self._pool = pool
         self._start = start
         self._windows = windows_of(reading, number, start)
-        self._coming = pool.submit(next, self._windows)  # one at a time: a generator is of one thread
-        self._waiting: deque[Window] = deque()  # chunks of the window before it
-        self._chunks: deque[tuple[Position, Future]] = deque()  # in a thread
-        self._documents: deque[tuple[Position, np.ndarray]] = deque()  # tokenized
+        coming = pool.submit(next, self._windows)  # one at a time: a generator is of one thread
+        self._documents = self._tokenized(start, coming)
         self._place = start
         self._tokens = np.empty(0, np.int32)
         self._offset = 0
@@ -195,35 +186,28 @@ class Lane:
             self._windows.close()
 
     def _next_document(self) -> None:
-        while not self._documents:
-            self._submit_chunks()
-            place, chunk = self._chunks.popleft()
-            self._documents.extend(
-                (place._replace(index=place.index + i), tokens) for i, tokens in enumerate(chunk.result())
-            )
-        self._place, self._tokens = self._documents.popleft()
+        self._place, self._tokens = next(self._documents)
         self._offset = self._start.offset
         start = self._start
         self._start = Position()
         if start != Position() and (self._place[:4] != start[:4] or start.offset >= len(self._tokens)):
             raise CheckpointError(f"the data has no document at {start} of the checkpoint; expected the data it is of")
 
-    def _submit_chunks(self) -> None:
-        while len(self._chunks) < CHUNKS_AHEAD:
-            if not self._waiting:
-                if self._chunks and not self._coming.done():
-                    return
-                self._split(self._coming.result())
-                self._coming = self._pool.submit(next, self._windows)
-                continue
-            place, texts = self._waiting.popleft()
-            self._chunks.append((place, self._pool.submit(encode, self._reading.tokenizer, texts)))
-
-    def _split(self, window: Window) -> None:
-        first = self._start.index if window.position[:3] == self._start[:3] else 0
-        for texts in chunks_of(iter(window.texts[first:])):
-            self._waiting.append(Window(window.position._replace(index=first), texts))
-            first += len(texts)
+    def _tokenized(self, start: Position, coming: Future) -> Iterator[tuple[Position, np.ndarray]]:
+        """Position and tokens of each document from `start` on, without end. coming: the next window."""
+        chunks: deque[tuple[Position, Future]] = deque()  # in a thread
+        while True:
+            window = coming.result()
+            coming = self._pool.submit(next, self._windows)
+            first = start.index if window.position[:3] == start[:3] else 0
+            for texts in chunks_of(iter(window.texts[first:])):
+                place = window.position._replace(index=first)
+                chunks.append((place, self._pool.submit(encode, self._reading.tokenizer, texts)))
+                first += len(texts)
+                if len(chunks) == CHUNKS_AHEAD:
+                    place, chunk = chunks.popleft()
+                    for index, tokens in enumerate(chunk.result(), place.index):
+                        yield place._replace(index=index), tokens
 
 
 def chunks_of(texts: Iterator[str]) -> Iterator[list[str]]:
@@ -248,23 +232,14 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
 class StreamRows:
     """Rows of T + 1 tokens of this host, batch after batch; where they stand after each."""
 
-    def __init__(
-        self,
-        reading: Reading,
-        T: int,
-        rows: int,
-        kept: int,
-        workers: int,
-        process_index: int = 0,
-        process_count: int = 1,
-    ):
+    def __init__(self, reading: Reading, T: int, rows: int, kept: int, workers: int, host: Host):
         """rows: of this host in a batch. kept: for how many batches back position() knows; how far it is read ahead."""
         self.reading = reading
         self.T = T
         self.kept = kept
         self.workers = workers
-        self.rows_of_lane = rows * process_count // reading.lanes
-        first = process_index * rows
+        self.rows_of_lane = rows * host.count // reading.lanes
+        first = host.index * rows
         self.numbers = range(first // self.rows_of_lane, (first + rows - 1) // self.rows_of_lane + 1)
         """Numbers of the lanes that have rows of this host. If two hosts share a lane, each reads all of it."""
         self.own = slice(first % self.rows_of_lane, first % self.rows_of_lane + rows)
@@ -302,21 +277,6 @@ class StreamRows:
             self._pool.shutdown(cancel_futures=True)
             for lane in self._lanes:
                 lane.close()
-
-
-@dataclass(frozen=True)
-class FixedRows:
-    """Rows that are evaluated each time. (rows of all hosts, T + 1)"""
-
-    tokens: np.ndarray
-    rows: int
-    process_index: int
-    process_count: int
-
-    def batch(self, step: int) -> np.ndarray:
-        start = (step * self.process_count + self.process_index) * self.rows
-        found = self.tokens[start : start + self.rows]
-        return np.pad(found, ((0, self.rows - len(found)), (0, 0)), constant_values=-1)
 
 
 @dataclass(frozen=True)
@@ -392,45 +352,42 @@ def load(config: TransformerConfig, process_index: int = 0, process_count: int =
     some = reading.files[:: -(-len(reading.files) // CHECKED_FILES)]
     texts = (text for file in some for chunk in first_chunks(file, reading, 1) for text in chunk)
     check_texts(reading.tokenizer, texts, "the documents to train on")
-    fixed = validation_rows(reading, config)
     workers = config.stream_workers or min(MOST_WORKERS, os.cpu_count() or 1)
     ahead = config.prefetch_batches + 4  # what is in the loader's queue, on its way there, and made
-    part = dict(process_index=process_index, process_count=process_count)
-    train = StreamRows(reading, T, rows, ahead, workers, **part)
-    validation = FixedRows(fixed, rows, **part)
+    host = Host(process_index, process_count)
+    train = StreamRows(reading, T, rows, ahead, workers, host)
+    validation = validation_rows(reading, config, rows, host)
+    evaluated = len(validation.starts)
     kinds = Counter(file.kind if file.kind == "parquet" else f"jsonl {file.kind}".strip() for file in reading.files)
     named = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     shared = f" that {process_count} hosts share" if reading.lanes % process_count else ""  # and each reads in full
     description = (
         f"stream of {named}, {sum(file.size for file in reading.files) / 1e6:,.1f} MB; {reading.lanes} "
         f"lane{'s' * (reading.lanes > 1)}{shared}; {workers} threads; "
-        f"{len(fixed):,} row{'s' * (len(fixed) > 1)} for validation"
+        f"{evaluated:,} row{'s' * (evaluated > 1)} for validation"
     )
     if process_index == 0:  # measured: in the description it would make two config.json of two equal runs
         print(f"stream     each thread {speed_of(reading):,.0f} tokens/s", flush=True)
-    batches = -(-len(fixed) // config.global_batch_size)
     crc32 = reading.tokenizer.fingerprint ^ fingerprint_of(reading.files)
-    return StreamData(config, train, validation, batches, description, crc32)
+    return StreamData(config, train, validation, validation.batches_per_epoch, description, crc32)
 
 
-def validation_rows(reading: Reading, config: TransformerConfig) -> np.ndarray:
-    """(eval_batches * global_batch_size at most, T + 1): validation_data from its beginning, else what is held out.
-
-    Raises InputError where there is no text.
-    """
+def validation_rows(reading: Reading, config: TransformerConfig, rows: int, host: Host) -> EpochRows:
+    """At most eval_batches * global_batch_size of the first documents, each time. Raises InputError for no text."""
     T = config.shape.sequence_length
     found = []
     count = 0
     wanted = config.eval_batches * config.global_batch_size * T + 1
-    chunks = chunks_of(texts_for_validation(reading, config))
     lost = Counter()
     size = 0
-    while count < wanted and (chunk := next(chunks, [])):
-        found += encode(reading.tokenizer, chunk)
-        count += sum(map(len, found[-len(chunk) :]))
-        for text, tokens in zip(chunk, found[-len(chunk) :], strict=True):
+    for chunk in chunks_of(texts_for_validation(reading, config)):
+        for text, tokens in zip(chunk, encode(reading.tokenizer, chunk), strict=True):
             lost += reading.tokenizer.lost(text, tokens)
             size += len(text)
+            count += len(tokens)
+            found.append(tokens)
+        if count >= wanted:
+            break
     check_lost(lost, size, "the documents for validation")
     if count < 2:
         raise InputError(
@@ -438,8 +395,9 @@ def validation_rows(reading: Reading, config: TransformerConfig) -> np.ndarray:
             "held out; or name others with --validation_data"
         )
     tokens = np.concatenate(found)[:wanted]
-    padded = np.pad(tokens, (0, -(len(tokens) - 1) % T), constant_values=-1)
-    return padded[np.arange((len(padded) - 1) // T)[:, None] * T + np.arange(T + 1)]
+    starts = np.arange(0, len(tokens) - 1, T)
+    counts = np.minimum(T + 1, len(tokens) - starts)
+    return EpochRows(tokens, starts, counts, np.full_like(starts, T), rows, 0, False, host)
 
 
 def texts_for_validation(reading: Reading, config: TransformerConfig) -> Iterator[str]:

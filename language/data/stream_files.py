@@ -18,15 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from language.data.entries import (
-    check_apart,
-    entries_of,
-    is_hidden,
-    matching,
-    refuse_overlap,
-    size_of,
-    tell_once,
-)
+from language.data.entries import check_apart, entries_of, is_hidden, matching, refuse_overlap, size_of, tell_once
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.files import open_regular, parse_json, read_regular
 
@@ -60,13 +52,10 @@ OTHER_FORMS = (
 class StreamFile:
     """A file, and what it was like when the run began."""
 
-    name: str
-    """Its path, or gs://BUCKET/OBJECT."""
+    name: str  # its path, or gs://BUCKET/OBJECT
     size: int
-    generation: int = 0
-    """Generation number of an object: new content under the same name has another."""
-    crc32c: str = ""
-    """CRC32C checksum of an object, as Cloud Storage has it."""
+    generation: int = 0  # generation number of an object: new content under the same name has another
+    crc32c: str = ""  # CRC32C checksum of an object, as Cloud Storage has it
 
     @property
     def kind(self) -> str:
@@ -113,10 +102,8 @@ class StreamFile:
 
 
 def list_files(names: str, data_dir: str) -> list[StreamFile]:
-    """The files that --train_data names: a file, a folder, a pattern, gs://, or a .txt with one of these a line.
-
-    Sorted within a pattern, in the order of the list. Raises InputError for names that lead nowhere.
-    """
+    """The files that --train_data names: a file, a folder, a pattern, gs://, or a .txt with one of these a line. Sorted
+    within a pattern, in the order of the list. Raises InputError for names that lead nowhere."""
     if names.endswith(".txt"):
         path = Path(data_dir, names)
         content = read_regular(path, "a list of files", LONGEST_LIST).removeprefix(codecs.BOM_UTF8)
@@ -156,7 +143,7 @@ def objects_of(url: str) -> list[StreamFile]:
     wanted = re.escape(pattern).replace(r"\*", "[^/]*").replace(r"\?", "[^/]")
     wanted = f"{wanted.rstrip('/')}/.*" if fixed == pattern and not NAMES.search(pattern) else wanted
     with named_errors("{} cannot be listed", url):
-        blobs = list_objects(connect(f"gs://{bucket_name}")[0], fixed, START_SECONDS)
+        blobs = list_objects(connect(f"gs://{bucket_name}")[0], fixed, START_SECONDS).values()
     found = sorted((blob for blob in blobs if re.fullmatch(wanted, blob.name)), key=lambda blob: blob.name)
     named = "" if not fixed or fixed.endswith("/") else "_"  # the part of a name that the user began is none to hide
     visible = [blob for blob in found if not is_hidden(named + blob.name.removeprefix(fixed))]
@@ -187,10 +174,8 @@ def fingerprint_of(files: list[StreamFile]) -> int:
 
 
 def read_documents(file: StreamFile, field: str, first: int = 0) -> Iterator[str | InputError]:
-    """The text of each document from number `first` on; for one that is damaged, the InputError that says why.
-
-    Raises InputError where nothing more can be read. PassingError: a bucket does not answer.
-    """
+    """The text of each document from number `first` on; for one that is damaged, the InputError that says why. Raises
+    InputError where nothing more can be read. PassingError: a bucket does not answer."""
     read = 0
     try:
         with file.opened() as opened:
@@ -270,12 +255,6 @@ def text_of_line(line: bytes, where: str, field: str) -> str | InputError:
     return InputError(f"{where} has {has:.200}; expected an object with {field}: str; name another --text_field")
 
 
-def size_of_texts(group, field: str) -> int:
-    """Bytes of a column in a row group, as its description says: values that a dictionary has count once."""
-    columns = (group.column(number) for number in range(group.num_columns))
-    return sum(column.total_uncompressed_size for column in columns if column.path_in_schema == field)
-
-
 def too_long(where: str, size: int) -> InputError:
     return InputError(f"{where} has {size:,} bytes; expected {LONGEST:,}; {REMEDY}")
 
@@ -301,8 +280,7 @@ def decompressed(opened: BinaryIO, kind: str) -> contextlib.AbstractContextManag
 
 
 def open_parquet(opened: BinaryIO, name: str, size: int, remedy: str):
-    """pyarrow's ParquetFile of a file of this size. Raises InputError where its description is not at its end, and what
-    pyarrow raises."""
+    """pyarrow's ParquetFile. Raises InputError where its description is not at its end, and what pyarrow raises."""
     import pyarrow.parquet  # only here
 
     opened.seek(max(0, size - 8))
@@ -329,12 +307,15 @@ def rows_of(opened: BinaryIO, file: StreamFile, field: str, first: int) -> Itera
         )
     number = 0
     for group in range(found.num_row_groups):
-        end = number + found.metadata.row_group(group).num_rows
+        described = found.metadata.row_group(group)
+        end = number + described.num_rows
         if end <= first:
             number = end
             continue
         where = partial("{}: row {} (row group {})".format, file.name)
-        if (size := size_of_texts(found.metadata.row_group(group), field)) > LONGEST * (end - number):
+        columns = [described.column(column) for column in range(described.num_columns)]
+        size = sum(column.total_uncompressed_size for column in columns if column.path_in_schema == field)
+        if size > LONGEST * (end - number):  # values that a dictionary has count once
             for row in range(max(number, first), end):  # unread: what is longest in it is in memory as a whole
                 yield too_long(where(row + 1, group + 1), size // (end - number))
             number = end

@@ -3,20 +3,20 @@
 import codecs
 import functools
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from language.data.entries import check_apart, entries_of, tell_once
-from language.data.sequence_data import SequenceData
+from language.data.sequence_data import ALONE, Host, SequenceData
 from language.options.shapes import BYTE_VOCAB_SIZE
 from language.options.transformer_options import TransformerConfig
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.files import open_regular
 
 TEXT = "a UTF-8 text file or a folder of them"
-END_OF_DOCUMENT_BYTE = BYTE_VOCAB_SIZE - 1
-"""The token after the 256 bytes; it stands before every document."""
+END_OF_DOCUMENT_BYTE = BYTE_VOCAB_SIZE - 1  # the token after the 256 bytes; it stands before every document
 
 
 def check(config: TransformerConfig) -> None:
@@ -31,7 +31,7 @@ def check(config: TransformerConfig) -> None:
 def load(config: TransformerConfig, process_index: int = 0, process_count: int = 1) -> SequenceData:
     """The text in train_data and validation_data; without the latter, the end of the former is for validation."""
     T, rows = config.shape.sequence_length, config.global_batch_size // process_count
-    part = dict(process_index=process_index, process_count=process_count)
+    host = Host(process_index, process_count)
     train_path, validation_path = config.data_paths
     documents = read_documents(train_path, config.document_separator)
     if validation_path:
@@ -39,8 +39,8 @@ def load(config: TransformerConfig, process_index: int = 0, process_count: int =
         check_apart(text_files(train_path), text_files(validation_path))
     else:
         training, validating = split_documents(documents)
-    train = TextWindows(training, T, rows, config.seed, True, config.bucketed, **part)
-    validation = TextWindows(validating, T, rows, shuffle=False, **part)
+    train = TextWindows(training, T, rows, config.seed, True, config.bucketed, host)
+    validation = TextWindows(validating, T, rows, shuffle=False, host=host)
     description = (
         f"{len(documents)} documents, {len(train.tokens):,} training and {len(validation.tokens):,} validation tokens: "
         "bytes, and the end of each document"
@@ -55,10 +55,8 @@ def text_files(path: Path) -> list[Path]:
 
 
 def read_documents(path: Path, separator: str = "") -> list[bytes]:
-    """Documents of one UTF-8 file, or of all files in a folder. Without a separator a file is one document.
-
-    Raises InputError for a separator that divides nothing.
-    """
+    """Documents of one UTF-8 file, or of all files in a folder. Without a separator a file is one document. Raises
+    InputError for a separator that divides nothing."""
     try:
         divider = separator.encode()
     except UnicodeEncodeError as error:
@@ -70,9 +68,8 @@ def read_documents(path: Path, separator: str = "") -> list[bytes]:
         try:
             content.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise InputError(
-                f"{file}: not UTF-8 (byte {content[error.start]:#x} at {error.start}); convert it first"
-            ) from None
+            at = error.start
+            raise InputError(f"{file}: not UTF-8 (byte {content[at]:#x} at {at}); convert it first") from None
         if file.suffix in (".json", ".jsonl"):
             tell_once(f"as text    {path}: JSON with its quotes and brackets; --dataset stream reads the texts in it")
         if divider:
@@ -101,8 +98,7 @@ def check_line_ends(file: Path, content: bytes, separator: str) -> None:
 
 
 def split_documents(documents: list[bytes], validation_fraction: float = 0.1) -> tuple[list[bytes], list[bytes]]:
-    """The last part of the bytes is for validation, as in nanoGPT; one document may be split between the two, before a
-    character."""
+    """The last part of the bytes is for validation, as in nanoGPT; one document may be split, before a character."""
     total = sum(map(len, documents))
     num_training = total - int(total * validation_fraction)
     training = []
@@ -118,7 +114,58 @@ def split_documents(documents: list[bytes], validation_fraction: float = 0.1) ->
     return training, validation
 
 
-class TextWindows:
+@dataclass(eq=False)
+class EpochRows:
+    """Rows sliced from one array of tokens, each once an epoch, in an order of its own. A batch is of one length; the
+    last one of each length is short, and filled up."""
+
+    tokens: np.ndarray
+    starts: np.ndarray  # where each row begins
+    counts: np.ndarray  # how many tokens of each row are not padding
+    buckets: np.ndarray  # the length of each row, in targets
+    rows: int  # rows of this process in a batch
+    seed: int
+    shuffle: bool
+    host: Host
+    padding: int = -1
+
+    @functools.cached_property
+    def lengths(self) -> list[int]:
+        return sorted(set(self.buckets.tolist()))
+
+    @functools.cached_property
+    def batches_per_epoch(self) -> int:
+        return len(self.plan(0))
+
+    @functools.lru_cache(maxsize=2)  # noqa: B019 - two epochs, and the source lives as long as the run
+    def plan(self, epoch: int) -> list[tuple[int, np.ndarray]]:
+        """(sequence length, indices of rows) of every batch of an epoch; short last batches stay short."""
+        random = np.random.default_rng((self.seed, epoch))
+        batches = []
+        size = self.rows * self.host.count
+        for length in self.lengths:
+            members = np.flatnonzero(self.buckets == length)
+            if self.shuffle:
+                random.shuffle(members)
+            batches += [(length, members[i : i + size]) for i in range(0, len(members), size)]
+        if self.shuffle and len(self.lengths) > 1:
+            random.shuffle(batches)
+        return batches
+
+    def batch(self, step: int) -> np.ndarray:
+        """(rows, T + 1) int32 of this process."""
+        epoch, index = divmod(step, self.batches_per_epoch)
+        length, members = self.plan(epoch)[index]
+        members = members[self.host.part(self.rows)]
+        out = np.full((self.rows, length + 1), self.padding, np.int32)
+        reach = self.starts[members, None] + np.arange(length + 1)
+        valid = np.arange(length + 1) < self.counts[members, None]
+        tokens = self.tokens[np.minimum(reach, len(self.tokens) - 1)]
+        out[: len(members)] = np.where(valid, tokens, self.padding)
+        return out
+
+
+class TextWindows(EpochRows):
     """Byte-level sequences; no sequence holds parts of two documents.
 
     Every document starts with the end-of-document token and becomes windows of T + 1 tokens that overlap by one, so
@@ -128,64 +175,18 @@ class TextWindows:
     """
 
     def __init__(
-        self,
-        documents: list[bytes],
-        T: int,
-        rows: int,
-        seed: int = 0,
-        shuffle: bool = True,
-        bucketed: bool = False,
-        process_index: int = 0,
-        process_count: int = 1,
+        self, documents: list[bytes], T: int, rows: int, seed=0, shuffle=True, bucketed=False, host: Host = ALONE
     ):
-        self.tokens = np.concatenate(
-            [
-                np.concatenate([np.array([END_OF_DOCUMENT_BYTE], np.int32), np.frombuffer(document, np.uint8)])
-                for document in documents
-            ]
-        )
-        if len(self.tokens) < T + 1:
-            raise InputError(
-                f"{len(self.tokens)} tokens of text, shorter than one sequence of {T} + 1; shorten --sequence_length"
-            )
-        self.rows = rows
-        self.seed = seed
-        self.shuffle = shuffle
-        self.process_index, self.process_count = process_index, process_count
+        end = np.array([END_OF_DOCUMENT_BYTE], np.int32)
+        parts = [part for document in documents for part in (end, np.frombuffer(document, np.uint8))]
+        self.tokens = np.concatenate(parts)
+        if (count := len(self.tokens)) < T + 1:
+            raise InputError(f"{count} tokens of text, shorter than one sequence of {T} + 1; shorten --sequence_length")
+        self.rows, self.seed, self.shuffle, self.host = rows, seed, shuffle, host
         lengths = np.array([1 + len(document) for document in documents])
         ends = np.cumsum(lengths)
         self.starts = np.concatenate([np.arange(e - n, e - 1, T) for e, n in zip(ends, lengths, strict=True)])
         last = np.repeat(ends, -(-(lengths - 1) // T))
-        self.counts = np.minimum(self.starts + T, last - 1) - self.starts  # targets in each window
-        self.buckets = -(-self.counts // 128) * 128 if bucketed else np.full_like(self.counts, T)
-        self.buckets = np.minimum(self.buckets, T)
-        self.lengths = sorted(set(self.buckets.tolist()))
-        self.batches_per_epoch = sum(-(-int((self.buckets == n).sum()) // self.global_rows) for n in self.lengths)
-
-    @property
-    def global_rows(self) -> int:
-        return self.rows * self.process_count
-
-    @functools.lru_cache(maxsize=2)  # noqa: B019 - two epochs, and the source lives as long as the run
-    def plan(self, epoch: int) -> list[tuple[int, np.ndarray]]:
-        """(sequence length, indices of windows) of every batch of an epoch; short last batches stay short."""
-        random = np.random.default_rng((self.seed, epoch))
-        batches = []
-        for length in self.lengths:
-            members = np.flatnonzero(self.buckets == length)
-            if self.shuffle:
-                random.shuffle(members)
-            batches += [(length, members[i : i + self.global_rows]) for i in range(0, len(members), self.global_rows)]
-        if self.shuffle and len(self.lengths) > 1:
-            random.shuffle(batches)
-        return batches
-
-    def batch(self, step: int) -> np.ndarray:
-        epoch, index = divmod(step, self.batches_per_epoch)
-        length, members = self.plan(epoch)[index]
-        members = members[self.process_index * self.rows : (self.process_index + 1) * self.rows]
-        out = np.full((self.rows, length + 1), -1, np.int32)
-        reach = self.starts[members, None] + np.arange(length + 1)
-        valid = np.arange(length + 1) <= self.counts[members, None]
-        out[: len(members)] = np.where(valid, self.tokens[np.minimum(reach, len(self.tokens) - 1)], -1)
-        return out
+        self.counts = np.minimum(self.starts + T + 1, last) - self.starts
+        targets = self.counts - 1
+        self.buckets = np.minimum(-(-targets // 128) * 128, T) if bucketed else np.full_like(targets, T)

@@ -36,8 +36,7 @@ MOST_GROWTH = 1024
 measure is of the worst text: 528 for T5's, whose table has 33 bytes in a row."""
 MOST_LOST = 0.1
 """Share of a text's characters that a tokenizer may lose; one that loses more is made for other languages."""
-MOST_SPECIAL = 1000
-"""Special tokens that it may put around a text, and times that it may repeat the text."""
+MOST_SPECIAL = 1000  # special tokens that it may put around a text, and times that it may repeat the text
 LENGTHENING = {
     "ByteLevel": 2.0,  # a character for each byte
     # Unicode's own figures for UTF-8 (FAQ, normalization)
@@ -66,20 +65,14 @@ CLASS_OF_MODEL |= {"gemma3_text": "Gemma", "olmo2": "GPTNeoX"}
 class Tokenizer:
     """What every tokenizer has."""
 
-    vocab_size: int
-    """Vocabulary size of a model for this tokenizer: every token is smaller."""
-    end: int
-    """Stands between documents; sampling stops at it."""
-    stops: frozenset[int]
-    """All that sampling stops at: the end, and others that the files of a model name."""
-    begin: int | None
-    """What it puts in front of a text; None: nothing."""
-    after: int | None = None
-    """What it puts behind a text."""
+    vocab_size: int  # vocabulary size of a model for this tokenizer: every token is smaller
+    end: int  # stands between documents; sampling stops at it
+    stops: frozenset[int]  # all that sampling stops at: the end, and others that the files of a model name
+    begin: int | None  # what it puts in front of a text; None: nothing
+    after: int | None = None  # what it puts behind a text
     prefix: int
     """Stands before a text whose first token is to be predicted, where it puts nothing in front: begin, else end."""
-    fingerprint: int
-    """CRC-32 of what it is made of."""
+    fingerprint: int  # CRC-32 of what it is made of
 
     def encode(self, text: str) -> list[int]:
         """Without special tokens. Raises InputError for what is no text."""
@@ -152,7 +145,7 @@ class FromFile(Tokenizer):
         self.vocab_size = max(largest + 1, of_model if type(of_model) is int else 0)
         if not 1 <= self.vocab_size <= LARGEST_VOCAB_SIZE:
             raise InputError(f"{path}: a vocabulary of {self.vocab_size}; expected 1 to {LARGEST_VOCAB_SIZE} tokens")
-        named = [token for name in BESIDE for token in self.named(says.get(name, {}), "eos", path.parent / name)]
+        named = [token for name in BESIDE for token in self.named(says.get(name, {}), path.parent / name)]
         named += [self.special[name] for name in ENDS if name in self.special and not named]
         if not named:
             raise InputError(
@@ -163,8 +156,7 @@ class FromFile(Tokenizer):
         said = (self.vocab_size, self.end, front[0] if front else None)
         self.fingerprint = zlib.crc32(repr(said).encode(), zlib.crc32(content))
         self.begin, self.after, self.prefix = self.around(front, behind, says)
-        unknown = unknown_token(self.tokenizer)
-        self._no_text = {number for number, token in added.items() if token.special} | {unknown}
+        self._no_text = {unknown_token(self.tokenizer), *(n for n, token in added.items() if token.special)}
 
     def around(self, front: list[int], behind: list[int], says: dict[str, dict]) -> tuple[int | None, int | None, int]:
         """begin, after and prefix as transformers has them. front, behind: what tokenizer.json itself puts around."""
@@ -192,15 +184,15 @@ class FromFile(Tokenizer):
             )
         return *(tokens[0] if tokens else None for tokens in (front, behind)), [*front, *bos, self.end][0]
 
-    def named(self, says: dict, kind: str, path: Path) -> list[int]:
+    def named(self, says: dict, path: Path) -> list[int]:
         """The tokens that a file names as its eos: a string, an object with "content", a number, a list of numbers."""
-        token, numbers = says.get(f"{kind}_token"), says.get(f"{kind}_token_id")
+        token, numbers = says.get("eos_token"), says.get("eos_token_id")
         found = [] if token is None else self.numbers_of(token) or [None]
         found += numbers if isinstance(numbers, list) else [] if numbers is None else [numbers]
         for number in found:
             if type(number) is not int or not 0 <= number < self.vocab_size:
                 raise InputError(
-                    f"{path}: {kind}_token is {token!r:.60}, {kind}_token_id {numbers!r:.60}; expected tokens that "
+                    f"{path}: eos_token is {token!r:.60}, eos_token_id {numbers!r:.60}; expected tokens that "
                     f"{self.path} has; copy both from the same model"
                 )
         return found

@@ -35,20 +35,17 @@ BUILT_IN = ("bytes", "gpt2", "numbers")
 LARGEST_TOKENIZER_FILE = 1 << 28
 LINKS = "(a snapshot in Hugging Face's cache is made of links: copy it with `cp -rL`)"
 EXPECTED = f"a file of a tokenizer {LINKS}"
-END = "<|endoftext|>"
-"""How the end token of bytes is written. GPT-2's is called so too."""
+END = "<|endoftext|>"  # how the end token of bytes is written. GPT-2's is called so too
 LEAST_ALIKE = 0.9
 """Share of the tokens of one vocabulary that another one must have at the same numbers to count as the same."""
-RUN_TOKENIZER = "tokenizer"
-"""The folder in a run that tools.convert_hf made, with what belongs to the tokenizer."""
+RUN_TOKENIZER = "tokenizer"  # the folder in a run that tools.convert_hf made, with what belongs to the tokenizer
 
 
 def copy_tokenizer(source: Path, target: Path, names: tuple[str, ...] = TOKENIZER_FILES) -> list[str]:
     """Copy the files of these names that are there, as bytes. Raises InputError for one that is no regular file."""
     copied = [name for name in names if os.path.lexists(source / name)]
     for name in copied:
-        content = read_regular(source / name, EXPECTED, LARGEST_TOKENIZER_FILE, follow=False)
-        (target / name).write_bytes(content)
+        (target / name).write_bytes(read_regular(source / name, EXPECTED, LARGEST_TOKENIZER_FILE, follow=False))
     return copied
 
 
@@ -97,9 +94,7 @@ def places_of_shards(patterns: Iterable[Path | None]) -> list[Path]:
 
 def check_one_tokenizer(config: TransformerConfig) -> None:
     """Raises InputError where shards, or shards and the model, are of two tokenizers: of one size, each token passes.
-
-    Some tokens may have other names: a model for conversations names those that its base keeps free.
-    """
+    Some tokens may have other names: a model for conversations names those that its base keeps free."""
     named = [Path(text) for text in (config.initial_weights, config.tokenizer) if text]
     named = [VOCABULARY_FOLDERS / place if str(place) in BUILT_IN else place for place in named]
     found = {}
@@ -159,9 +154,8 @@ def name_format(
     """Make files that were copied name the format of a run's conversations: its template, and all that ends an answer
     in training. Returns as export_tokenizer()."""
     format = chat_data.choose_format(format, tokenizer)
-    ends = chat_data.stop_tokens(format, tokenizer) | tokenizer.stops
     first = chat_data.end_of_answer(format, tokenizer)
-    numbers = [first, *sorted(ends - {first})]
+    numbers = [first, *sorted((chat_data.stop_tokens(format, tokenizer) | tokenizer.stops) - {first})]
     named = {"eos_token": tokenizer.decode([first]) or END}
     if format == "plain":  # its template begins with what the tokenizer puts before a text, and with nothing else
         named["bos_token"] = None if tokenizer.begin is None else tokenizer.decode([tokenizer.begin]) or END
@@ -173,8 +167,7 @@ def name_format(
         rewrite(target / SPECIAL_TOKENS_MAP, known, {}, tuple(named.keys() - known.keys()))
     rewrite(target / GENERATION_CONFIG, end, {}, ())
     (target / TEMPLATE).write_bytes((chat_data.TEMPLATES / f"{format}.jinja").read_bytes())
-    names = (*written, TOKENIZER_CONFIG, GENERATION_CONFIG, TEMPLATE)
-    return list(dict.fromkeys(names)), end
+    return list(dict.fromkeys([*written, TOKENIZER_CONFIG, GENERATION_CONFIG, TEMPLATE])), end
 
 
 def reads_as_trained(folder: Path, format: str) -> bool:

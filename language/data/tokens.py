@@ -8,7 +8,7 @@ import numpy as np
 from language.data.entries import allow_open_files, check_apart, matching
 from language.data.llmc_files import check_tokens, open_token_shard
 from language.data.preparations import check_preparations
-from language.data.sequence_data import SequenceData
+from language.data.sequence_data import ALONE, Host, SequenceData
 from language.options.transformer_options import TransformerConfig
 from tpu_utils.base.errors import InputError
 
@@ -38,10 +38,10 @@ def load(config: TransformerConfig, process_index: int = 0, process_count: int =
     T = config.shape.sequence_length
     vocab_size = config.shape.vocab_size
     rows = config.global_batch_size // process_count
-    part = dict(process_index=process_index, process_count=process_count)
-    train = TokenShards(str(train_path), vocab_size, T, rows, **part)
+    host = Host(process_index, process_count)
+    train = TokenShards(str(train_path), vocab_size, T, rows, host)
     check_apart(train.paths, matching(validation_path))
-    validation = TokenShards(str(validation_path), vocab_size, T, rows, **part, padded=True)
+    validation = TokenShards(str(validation_path), vocab_size, T, rows, host, padded=True)
     count = sum(map(len, train.shards))
     description = f"{len(train.shards)} shard{'s' * (len(train.shards) > 1)}, {count:,} tokens"
     batches = min(config.eval_batches, validation.batches_per_epoch)
@@ -55,16 +55,7 @@ class TokenShards:
     it starts over. `rows` is the batch of this process.
     """
 
-    def __init__(
-        self,
-        pattern: str,
-        vocab_size: int,
-        T: int,
-        rows: int,
-        process_index: int = 0,
-        process_count: int = 1,
-        padded: bool = False,
-    ):
+    def __init__(self, pattern: str, vocab_size: int, T: int, rows: int, host: Host = ALONE, padded: bool = False):
         """padded: a shard shorter than a global batch is one, filled up with ~0; else it is refused."""
         paths = matching(Path(pattern))
         if not paths:
@@ -77,8 +68,8 @@ class TokenShards:
         allow_open_files(len(paths), f"the shards that {pattern} matches")
         self.shards = [open_token_shard(path, vocab_size) for path in paths]  # open until the end, as they were
         check_tokens(self.shards[0][: 1 << 26], vocab_size, paths[0])  # further ones as they are read
-        self.stride = process_count * rows * T
-        self.offset = process_index * rows * T
+        self.stride = host.count * rows * T
+        self.offset = host.index * rows * T
         steps = [(len(shard) - 1) // self.stride or int(padded and len(shard) > 1) for shard in self.shards]
         if empty := [
             f"{path} ({len(s)} tokens)" for path, s, n in zip(paths, self.shards, steps, strict=True) if n == 0

@@ -20,12 +20,12 @@ def sampling_options(config: TransformerConfig, step: int) -> SamplingOptions:
     return SamplingOptions(**asked, num_tokens=MOST_TOKENS, seed=seed)
 
 
-def ask_of_run(config: TransformerConfig, run_dir: Path) -> tuple[Tokenizer, Asked]:
+def ask_of_run(config: TransformerConfig) -> tuple[Tokenizer, Asked]:
     """Raises InputError for prompts that the model cannot read, or a tokenizer that nobody knows."""
     if config.dataset == "chat":
         tokenizer = tokenizer_of(config)
     else:
-        name = tokenizer_of_run(run_dir, config)
+        name = tokenizer_of_run(Path(config.run_dir), config)
         tokenizer = Numbers(config.shape.vocab_size) if name in ("", "numbers") else load_tokenizer(name)
     start = tokenizer.end if tokenizer.begin is None else tokenizer.begin
     asked = ask(sampling_options(config, 0), tokenizer, start, config.chat_format, set(tokenizer.stops))
@@ -42,8 +42,3 @@ def ask_of_run(config: TransformerConfig, run_dir: Path) -> tuple[Tokenizer, Ask
                 f"{config.shape.vocab_size}"
             )
     return tokenizer, asked
-
-
-def check_samples(config: TransformerConfig) -> None:
-    """Raises InputError for what ask_of_run() refuses."""
-    ask_of_run(config, Path(config.run_dir))

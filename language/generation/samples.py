@@ -1,7 +1,5 @@
 """Samples of a model while it trains, by the two graphs of tools.generate. They change nothing of the run."""
 
-from pathlib import Path
-
 from language.models.layers import Decoder
 from language.options.transformer_options import TransformerConfig
 from tpu_utils.device import get_rng_state, graphs_compiled, set_rng_state
@@ -18,7 +16,7 @@ def write_samples(run: Run, step: int, model: Decoder, config: TransformerConfig
 
     before, random_state = graphs_compiled(), get_rng_state()
     with run.phase("evaluation"):
-        tokenizer, asked = ask_of_run(config, Path(config.run_dir))
+        tokenizer, asked = ask_of_run(config)
         options = sampling_options(config, step)
         found = generate(model, asked.prompts, options, run.device, asked.ends, stops=asked.stops)
     set_rng_state(random_state)  # torch_xla's, which every graph that runs advances

@@ -1,13 +1,15 @@
 """What is asked of a model that writes, and how its answer is printed, whoever runs the model. Imports no torch."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 from language.data import chat as chat_data
 from language.data.tokenizer import Tokenizer, check_texts
 from language.options.transformer_options import ChatFormat
 from tpu_utils.base.errors import InputError
+from tpu_utils.options.fields import Range
+from tpu_utils.options.tool_arguments import check_bounds
 
 
 @dataclass(frozen=True)
@@ -20,32 +22,23 @@ class SamplingOptions:
     """Questions instead, each a conversation of its own; the answers are printed."""
     chat_format: ChatFormat = "auto"
     """How a question becomes text. auto: as the run was trained, else by the special tokens of the tokenizer."""
-    num_tokens: int | None = None
+    num_tokens: Annotated[int | None, Range("[1, inf)")] = None
     """At most so many tokens follow. None: 100, or as many as the context has room for."""
-    temperature: float = 0.8
+    temperature: Annotated[float, Range("[0, inf)")] = 0.8
     """0 always takes the likeliest token."""
-    top_k: int = 0
+    top_k: Annotated[int, Range("[0, inf)")] = 0
     """Sample among the k likeliest tokens only. 0: among all."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Range("(0, 1]")] = 1.0
     """Sample among the fewest likeliest tokens whose probabilities add up to this. 1: among all."""
     stop: tuple[str, ...] = ()
     """Texts that end a continuation, beside the end tokens of the tokenizer or of the chat format."""
     seed: int = 0
     """Seeds the sampling, of each prompt by itself."""
-    debug: bool = False
-    """Show the traceback of an error instead of its message alone."""
 
     def __post_init__(self):
+        check_bounds(self)
         if self.chat and self.prompt not in ((), ("",)):
             raise InputError("found both --prompt and --chat; expected one of them")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise InputError(f"temperature is {self.temperature}; expected a finite number, 0 or more")
-        if self.num_tokens is not None and self.num_tokens < 1:
-            raise InputError(f"num_tokens is {self.num_tokens}; expected 1 or more")
-        if self.top_k < 0:
-            raise InputError(f"top_k is {self.top_k}; expected 0 or more")
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"top_p is {self.top_p}; expected above 0, at most 1")
         if not all(self.stop):
             raise InputError("a text of --stop is empty; expected at least one character")
 

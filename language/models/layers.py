@@ -107,17 +107,15 @@ def adapter(w, matrix: str, part=...):
     return (w[f"{matrix}_lora_a"][part], w[f"{matrix}_lora_b"][part]) if f"{matrix}_lora_a" in w else None
 
 
-def find_documents(marked_BT, position=None):
+def find_documents(marked_BT, position_T):
     """(tokens, position at which the document of each token begins), both (B, T), for rows of several documents.
 
-    The first token of a document is given as START + token. position: of each token in its row, (T,) int32; None: in
-    their order. Positions are compared in pairs: a cumsum is slow on a TPU.
+    The first token of a document is given as START + token. position: of each token in its row, int32. Positions are
+    compared in pairs: a cumsum is slow on a TPU.
     """
-    if position is None:
-        position = torch.arange(marked_BT.shape[1], dtype=torch.int32, device=marked_BT.device)
     begins = marked_BT >= START
-    before = begins[:, None, :] & (position[None, :] <= position[:, None])  # (B, T, T)
-    return marked_BT - START * begins, torch.where(before, position, 0).amax(-1)
+    before = begins[:, None, :] & (position_T[None, :] <= position_T[:, None])  # (B, T, T)
+    return marked_BT - START * begins, torch.where(before, position_T, 0).amax(-1)
 
 
 @dataclass(frozen=True)
@@ -195,7 +193,7 @@ class Decoder(torch.nn.Module):
         if self.execution.loss_parts > 1 and torch.is_grad_enabled():
             from language.models.loss_parts import LogitsInParts  # only where they are asked for
 
-            return LogitsInParts(x_BTD, weight_VD, self.execution.loss_parts, head_product)
+            return LogitsInParts(x_BTD, weight_VD, self.execution.loss_parts)
         return head_product(x_BTD, weight_VD, self.mesh)
 
     def rows_of_tokens(self, tokens_BT):

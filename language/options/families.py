@@ -10,52 +10,35 @@ Values = dict[str, tuple[Any, ...]]
 class Experts:
     """How Hugging Face's files describe a mixture of experts."""
 
-    count: str
-    """Key of config.json: how many there are."""
-    width: str
-    """Key of config.json: mlp_dim."""
-    below: str
-    """Where they lie in a layer: the router is BELOW.gate, expert N BELOW.experts.N."""
-    matrices: tuple[str, str, str]
-    """Names of gate, up and out in an expert."""
+    count: str  # key of config.json: how many there are
+    width: str  # key of config.json: mlp_dim
+    below: str  # where they lie in a layer: the router is BELOW.gate, expert N BELOW.experts.N
+    matrices: tuple[str, str, str]  # names of gate, up and out in an expert
 
 
 @dataclass(frozen=True)
 class Family:
     """By model_type of Hugging Face's config.json."""
 
-    architecture: str
-    """Class of the transformers library."""
-    expected: Values
-    """Keys of config.json that must have one of these values; absent, they mean the first."""
+    architecture: str  # class of the transformers library
+    expected: Values  # keys of config.json that must have one of these values; absent, they mean the first
     defaults: dict[str, Any] = field(default_factory=dict)
     """What config.json means where it leaves a key out, as far as it differs from Llama's."""
     norms: Literal["before", "after", "both"] = "before"
     """Where attention and MLP have their norms: of what they read, of what they give, or of both."""
-    norm_offset: float = 0.0
-    """What is added to the weights of norms."""
-    qk_norm: Literal["", "head", "whole"] = ""
-    """RMSNorm of queries and keys: of each head, or of all heads together."""
+    norm_offset: float = 0.0  # what is added to the weights of norms
+    qk_norm: Literal["", "head", "whole"] = ""  # RMSNorm of queries and keys: of each head, or of all heads together
     qkv_bias: bool = False
-    activation: Literal["silu", "gelu"] = "silu"
-    """Activation of the MLP's gate; gelu is its tanh approximation."""
-    scaled_embedding: bool = False
-    """Whether the embeddings of tokens are multiplied by the root of their width."""
-    fused: bool = False
-    """Whether a file has one matrix of q, k and v, and one of gate and up."""
-    rotary: tuple[str, ...] = ("default", "linear", "llama3")
-    """Kinds of rotary positions that config.json may name."""
-    experts: Experts | None = None
-    """In place of the MLP."""
+    activation: Literal["silu", "gelu"] = "silu"  # activation of the MLP's gate; gelu is its tanh approximation
+    scaled_embedding: bool = False  # whether the embeddings of tokens are multiplied by the root of their width
+    fused: bool = False  # whether a file has one matrix of q, k and v, and one of gate and up
+    rotary: tuple[str, ...] = ("default", "linear", "llama3")  # kinds of rotary positions that config.json may name
+    experts: Experts | None = None  # in place of the MLP
     layers: Literal["alike", "window", "types", "unrotated"] = "alike"
     """How layers differ. window: all alike, in those with sliding_window a token sees no more than so many. types:
     layer_types tells which have the window. unrotated: no_rope_layers tells which have no rotary positions."""
 
 
-EXPERTS = {
-    "mixtral": Experts("num_local_experts", "intermediate_size", "block_sparse_moe", ("w1", "w3", "w2")),
-    "qwen3_moe": Experts("num_experts", "moe_intermediate_size", "mlp", ("gate_proj", "up_proj", "down_proj")),
-}
 SILU: Values = {"hidden_act": ("silu", "swish"), "attention_dropout": (0.0, None)}
 UNBIASED: Values = {"attention_bias": (False, None)}
 NO_WINDOW: Values = {"use_sliding_window": (False, None)}
@@ -88,7 +71,7 @@ FAMILIES = {
             "rms_norm_eps": 1e-5,
             "rope_theta": 1e6,
         },
-        experts=EXPERTS["mixtral"],
+        experts=Experts("num_local_experts", "intermediate_size", "block_sparse_moe", ("w1", "w3", "w2")),
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
@@ -101,7 +84,7 @@ FAMILIES = {
             "moe_intermediate_size": 768,
         },
         qk_norm="head",
-        experts=EXPERTS["qwen3_moe"],
+        experts=Experts("num_experts", "moe_intermediate_size", "mlp", ("gate_proj", "up_proj", "down_proj")),
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",

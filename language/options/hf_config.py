@@ -26,10 +26,8 @@ INSTEAD = {"gemma3": "; of one that reads images, Gemma3ForCausalLM of transform
 
 
 def shape_of(found: dict, name: str = "config.json") -> ModelShape:
-    """What a Hugging Face config.json says of a model. sequence_length: the longest that it says it can read.
-
-    name: of the file, for messages. Raises InputError for a model that is not one of ours.
-    """
+    """What a Hugging Face config.json says of a model. sequence_length: the longest that it says it can read. name: of
+    the file, for messages. Raises InputError for a model that is not one of ours."""
     kind = found.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         more = INSTEAD.get(kind, "") if isinstance(kind, str) else ""
@@ -186,8 +184,7 @@ def _rotary(found: dict, kind: str, pairs: int, context: int, name: str) -> tupl
             if not isinstance(values, list) or len(values) != pairs or original < 2:
                 raise _wrong(name, key, values, f"a list of {pairs} numbers, and an original context of 2 or more")
         short, long = (tuple(_positive({rotary: x}, rotary, name) for x in values) for values in factors)
-        scaling = RopeScaling(context / original, 1.0, 4.0, original, rotary, short, long)
-        return theta, scaling, local_theta
+        return theta, RopeScaling(context / original, 1.0, 4.0, original, rotary, short, long), local_theta
     factor, *waves = [_positive(said, key, name) for key in ROTARY[rotary]]
     if rotary == "linear":
         return theta, RopeScaling(factor, kind=rotary), local_theta
@@ -206,7 +203,8 @@ def _rotary(found: dict, kind: str, pairs: int, context: int, name: str) -> tupl
 def hugging_face_config(shape: ModelShape, dtype: str = "float32", tokens: dict | None = None) -> dict:
     """config.json for AutoModelForCausalLM.from_pretrained. tokens: SPECIAL_TOKENS, as far as they are known."""
     known = {name: (tokens or {}).get(name) for name in SPECIAL_TOKENS}
-    kind, family = getattr(shape, "family", "gpt2"), shape.conventions
+    kind = getattr(shape, "family", "gpt2")
+    family = FAMILIES[kind]
     said = {"architectures": [family.architecture], "model_type": kind, "torch_dtype": dtype}
     said |= {name: values[0] for name, values in family.expected.items()}
     if not isinstance(shape, LlamaShape):

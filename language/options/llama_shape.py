@@ -19,12 +19,10 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_context: int = 8192
-    kind: str = "llama3"
-    """llama3: long waves alone. linear: all waves. longrope: each wave by a factor of its own."""
+    kind: str = "llama3"  # llama3: long waves alone. linear: all waves. longrope: each wave by a factor of its own
     short_factors: tuple[float, ...] = ()
     """longrope: one factor for each pair of rotated values, for texts within the original context."""
-    long_factors: tuple[float, ...] = ()
-    """longrope: the factors for longer texts."""
+    long_factors: tuple[float, ...] = ()  # longrope: the factors for longer texts
 
     @property
     def amplitude(self) -> float:
@@ -38,34 +36,23 @@ class RopeScaling:
 class LlamaShape(ModelShape):
     """Llama and the families like it: the numbers in config.json. What else differs is in families.py."""
 
-    num_kv_heads: int = 0
-    """Heads of keys and values; each serves num_heads / num_kv_heads heads of queries."""
-    mlp_dim: int = 0
-    """Hidden width of the MLP: of its gate and up projections each."""
-    head_width: int = 0
-    """0: embedding_dim / num_heads."""
-    tied_head: bool = False
-    """Whether the output head is the token embedding."""
-    family: str = "llama"
-    """By its model_type."""
+    num_kv_heads: int = 0  # heads of keys and values; each serves num_heads / num_kv_heads heads of queries
+    mlp_dim: int = 0  # hidden width of the MLP: of its gate and up projections each
+    head_width: int = 0  # 0: embedding_dim / num_heads
+    tied_head: bool = False  # whether the output head is the token embedding
+    family: str = "llama"  # by its model_type
     rope_theta: float = 500000.0
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
-    window: int = 0
-    """Tokens that one in a local layer sees, itself among them."""
+    window: int = 0  # tokens that one in a local layer sees, itself among them
     pattern: tuple[str, ...] = ("global",)
     """Kinds of the layers, repeated over them: global; local, with the window; unrotated, without rotary positions."""
-    local_theta: float = 0.0
-    """rope_theta of local layers, which are not stretched then. 0: they are as the others."""
-    rotated_width: int = 0
-    """Values of a head that are rotated, the first. 0: all."""
-    query_scalar: float = 0.0
-    """Queries are divided by its root. 0: head_dim."""
-    num_experts: int = 0
-    """Experts of a layer: MLPs of width mlp_dim. 0: one MLP for all tokens."""
+    local_theta: float = 0.0  # rope_theta of local layers, which are not stretched then. 0: they are as the others
+    rotated_width: int = 0  # values of a head that are rotated, the first. 0: all
+    query_scalar: float = 0.0  # queries are divided by its root. 0: head_dim
+    num_experts: int = 0  # experts of a layer: MLPs of width mlp_dim. 0: one MLP for all tokens
     experts_per_token: int = 0
-    normalised_experts: bool = True
-    """Whether the weights of a token's experts add up to 1."""
+    normalised_experts: bool = True  # whether the weights of a token's experts add up to 1
 
     @property
     def conventions(self) -> Family:
@@ -108,8 +95,7 @@ class LlamaShape(ModelShape):
 
     @property
     def num_multiplied(self) -> int:
-        """Without a token embedding that is not tied to the head: it is looked up, not multiplied; and without the
-        experts that a token does not choose."""
+        """Without a token embedding of its own, which is looked up, and experts that a token does not choose."""
         idle = 3 * self.embedding_dim * self.mlp_dim * (self.num_experts - self.experts_per_token)
         looked_up = 0 if self.tied_head else self.padded_vocab_size * self.embedding_dim
         return self.num_parameters - looked_up - self.num_layers * idle
@@ -138,8 +124,7 @@ def check_llama(config, shape: LlamaShape) -> list[str]:
     problems, scaling = [], shape.rope_scaling
     if shape.num_heads % shape.num_kv_heads:
         problems.append(
-            f"num_heads ({shape.num_heads}) must be divisible by the {shape.num_kv_heads} heads of keys and values "
-            f"of {config.model_size}"
+            f"num_heads ({shape.num_heads}) must be divisible by the {shape.num_kv_heads} heads of keys and values"
         )
     if config.dropout:
         problems.append(f"dropout is {config.dropout}, but {config.model_size} has none; leave it out")

@@ -33,14 +33,12 @@ def shape_in(model_config: str) -> ModelShape:
 
 
 def check_initial_weights(config) -> None:
-    """Raises InputError where the folder is of another model than model_config, or a new run finds no weights in it.
-    A run goes on without its folder."""
+    """Raises InputError for the folder of another model, and where a new run finds no weights in it."""
     path = Path(config.initial_weights, "config.json")
-    gone = not path.exists()
+    gone = not path.exists()  # a run goes on without its folder
     if not gone and read_model_config("initial_weights", path) != config.model_config:
         raise InputError(
-            f"initial_weights is {config.initial_weights}, but its config.json is not that of the run or of "
-            "--model_config; expected the same model"
+            f"initial_weights is {config.initial_weights}; its config.json is not that of the run or of --model_config"
         )
     if gone or config.compile_for or config.resume != "never":
         return
@@ -66,12 +64,25 @@ def check_model_config(config) -> list[str]:
             f"{longest} or less"
         )
     if config.initial_weights and config.dataset == "synthetic" and not config.compile_for:
-        problems.append(
-            "initial_weights is given, but dataset is synthetic: random tokens; choose --dataset chat or tokens"
-        )
+        problems.append("initial_weights is given, but synthetic is random tokens; choose --dataset chat or tokens")
     if config.dataset == "text" and config.shape.vocab_size != BYTE_VOCAB_SIZE:
         problems.append(
             f"dataset text is bytes, and the model has a vocabulary of {config.shape.vocab_size}; make tokens with "
             "tools.prepare_data --tokenizer, and give --dataset tokens"
         )
+    return problems
+
+
+def check_adapters(config) -> list[str]:
+    """What stands against LoRA, and against new rows for the tokens of a chat format."""
+    problems = []
+    if config.lora_rank and not (config.initial_weights or config.compile_for):
+        problems.append(f"lora_rank is {config.lora_rank}, but there are no weights to adapt; give --initial_weights")
+    if config.lora_rank and config.optimizer == "muon":
+        problems.append("optimizer is muon, but adapters are no matrices of a layer; expected adamw, adam or sgd")
+    if config.initialise_new_tokens == "mean" and (config.lora_rank or not config.initial_weights):
+        why = "adapters leave these rows as they are" if config.lora_rank else "there are no initial_weights"
+        problems.append(f"initialise_new_tokens is mean, but {why}; expected a run that trains all weights of a folder")
+    if config.sample_every and config.lora_rank:
+        problems.append("sample_every is given, but a model with adapters is sampled by tools.generate; leave it out")
     return problems

@@ -1,10 +1,6 @@
 """What fixes the size of a language model, and the published sizes. Imports no torch."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from language.options.families import Family
 
 BYTE_VOCAB_SIZE = 257  # the 256 bytes and the token that stands before every document
 START = 1 << 20  # added to the first token of a document that shares its row with others; no vocabulary is so large
@@ -24,12 +20,6 @@ class ModelShape:
     def padded_vocab_size(self) -> int:
         """Next multiple of 128, the lane count of the matrix unit; padded tokens get no probability."""
         return -(-self.vocab_size // 128) * 128
-
-    @property
-    def conventions(self) -> "Family":
-        from language.options.families import FAMILIES  # only for a file of Hugging Face
-
-        return FAMILIES["gpt2"]
 
     @property
     def norm_offset(self) -> float:
@@ -84,17 +74,6 @@ GPT_SIZES: dict[str, ModelShape] = {
     "gpt3_2.7B": ModelShape(32, 32, 2560, 2048),
     "gpt3_6.7B": ModelShape(32, 32, 4096, 2048),
 }
-LLAMA_SIZES = (
-    "llama_tiny",
-    "smollm2_135M",
-    "llama3_1B",
-    "llama3_3B",
-    "llama3_8B",
-    "llama3_70B",
-    "qwen3_0.6B",
-    "mixtral_tiny",
-    "mixtral_8x7B",
-    "qwen3_30B_A3B",
-    "qwen3_8B",
-)
+LLAMA_SIZES = ("llama_tiny", "smollm2_135M", "llama3_1B", "llama3_3B", "llama3_8B", "llama3_70B", "qwen3_0.6B")
+LLAMA_SIZES += ("mixtral_tiny", "mixtral_8x7B", "qwen3_30B_A3B", "qwen3_8B")
 """Names of the sizes in llama_shape.py."""

@@ -135,8 +135,8 @@ class TransformerConfig(HostOptions, TrainConfig):
     scan_layers: Annotated[bool, FREE, Seldom("remat")] = False
     """Compile one layer and loop over it: smaller graph, slower step. With remat it is faster than without."""
     loss_parts: Annotated[int, FREE, Range("[1, 1024]"), Seldom("remat")] = 1
-    """Parts into which each sequence is divided for the loss: only one part has logits in memory. The backward pass
-    makes them again: less memory, one product of the head more. Divides sequence_length."""
+    """Parts into which the vocabulary is divided for the loss: only one part has logits in memory. The backward pass
+    makes them again: less memory, one product of the head more."""
     attention: Annotated[Literal["plain", "flash"], FREE] = "plain"
     """flash: Pallas kernels, which need a TPU, jax 0.7.1 and a sequence_length that is a multiple of 128."""
     context_attention: Annotated[Literal["auto", "gather", "ulysses"], FREE, Seldom("mesh")] = "auto"
@@ -283,7 +283,7 @@ def check_transformer(config: TransformerConfig) -> list[str]:
 
         problems += check_model_config(config)
     if config.lora_rank or config.initialise_new_tokens == "mean":
-        from language.options.adapters import check_adapters  # only for a run that trains some of the weights
+        from language.options.model_config import check_adapters  # only for a run that trains some of the weights
 
         problems += check_adapters(config)
     if type(shape) is not ModelShape:
@@ -305,15 +305,9 @@ def check_shape(config: TransformerConfig, shape: ModelShape) -> list[str]:
             f"embedding_dim ({shape.embedding_dim}) must be divisible by num_heads ({shape.num_heads}); "
             f"try --num_heads {' or '.join(map(str, near))}, or --embedding_dim {width}"
         )
-    if config.attention == "flash" and shape.sequence_length % 128:
-        problems.append(
-            f"sequence_length is {shape.sequence_length}; attention flash needs a multiple of 128, or choose plain"
-        )
-    if shape.sequence_length % config.loss_parts:
-        problems.append(
-            f"loss_parts ({config.loss_parts}) must divide sequence_length ({shape.sequence_length}); try "
-            f"{math.gcd(config.loss_parts, shape.sequence_length)}"
-        )
+    T = shape.sequence_length
+    if config.attention == "flash" and T % 128:
+        problems.append(f"sequence_length is {T}; attention flash needs a multiple of 128, or choose plain")
     if config.remat_all_but >= shape.num_layers:
         problems.append(
             f"remat_all_but is {config.remat_all_but}, expected below {shape.num_layers}; all: remat_keep products"
@@ -330,8 +324,8 @@ def check_run(config: TransformerConfig) -> list[str]:
     """What stands against the data source, the batch, the number of steps and the mesh."""
     problems = []
     smallest = SMALLEST_VOCAB_SIZE.get(config.dataset, 1)
-    if config.vocab_size and config.vocab_size < smallest:
-        problems.append(f"vocab_size is {config.vocab_size}; {config.dataset} needs {smallest} or more")
+    if (vocab_size := config.shape.vocab_size) < smallest:
+        problems.append(f"vocab_size is {vocab_size}; {config.dataset} needs {smallest} or more")
     if config.stream_lanes and config.global_batch_size % config.stream_lanes:
         problems.append(
             f"stream_lanes ({config.stream_lanes}) must divide global_batch_size ({config.global_batch_size}); try "

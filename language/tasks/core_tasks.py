@@ -132,8 +132,7 @@ def texts(values) -> list[str]:
 
 
 def read_bundle(bundle: Path, tokenizer: Tokenizer, T: int, limit: int = 0) -> list[Task]:
-    """The tasks for a model that reads T tokens, of each the first `limit` questions of nanochat's order; 0: all.
-    Raises InputError."""
+    """The tasks for a model that reads T tokens, of each the first `limit` questions; 0: all. Raises InputError."""
     tasks = []
     for entry in read_entries(bundle):
         items = entry.items[: limit or None]

@@ -135,9 +135,7 @@ class LocalTask(ConfigurableTask):
         if config.num_fewshot and not self.fewshot_cfg.samples:
             splits.add(examples or config.validation_split)
         if None in splits:
-            raise InputError(
-                f"num_fewshot is {config.num_fewshot}, but {config.task} has no training set; leave it out, or use 0"
-            )
+            raise InputError(f"num_fewshot is {config.num_fewshot}, but {config.task} has no training set; use 0")
         if self.path.is_file() and len(splits) > 1:
             raise InputError(
                 f"{config.task} is one file, {self.path}; num_fewshot {config.num_fewshot} needs a folder with "
@@ -251,8 +249,7 @@ def read_yaml(path: Path) -> dict:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         said = " ".join(str(error).split())
         raise InputError(
-            f"{path}: {said:.200}; expected one task of lm_eval, whole and made of templates; no code that a YAML file "
-            "names is run"
+            f"{path}: {said:.200}; expected one task of lm_eval in templates; no code that a YAML file names is run"
         ) from error
     return found
 
@@ -355,8 +352,7 @@ class Harness(LM):
 
     def results(self, found: np.ndarray, texts: Sequence[str] = (), with_samples: bool = False) -> dict[str, Any]:
         """What lm_eval's evaluate() gives, and fields_of() it. found: of each of rows the summed loss, the number of
-        targets, and how many of them were likeliest. texts: what follows each of prompts. with_samples: each answer,
-        and lm_eval's table."""
+        targets, and how many were likeliest. texts: behind prompts. with_samples: each answer, lm_eval's table."""
         self.found, self.texts = found, texts
         with naming("lm_eval"):
             said = evaluator.evaluate(self, self.tasks, self.limit, log_samples=with_samples)
@@ -374,8 +370,7 @@ def place_of(request: Instance) -> tuple:
 
 
 def fields_of(results: dict[str, Any]) -> dict[str, Any]:
-    """{TASK_METRIC: value} of each task and group that is no part of a group; core, the mean of core_centered, one
-    number for each of its tasks."""
+    """{TASK_METRIC: value} of each task and group outside of a group; core, the mean of core_centered of its tasks."""
     members = {name for some in results["group_subtasks"].values() for name in some}
     fields: dict[str, Any] = {}
     for name, result in results["results"].items():

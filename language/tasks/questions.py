@@ -54,26 +54,21 @@ def fit(tokens: Sequence[int], num_targets: int, longest: int, where: str) -> Ro
 
 
 def windows(tokens: Sequence[int], T: int) -> list[Row]:
-    """Rows in which each token but the first is a target once. A row has as many tokens before its first target as
-    fit."""
+    """Rows in which each token but the first is a target once, behind as many tokens as fit."""
     tokens = np.array(tokens, np.int32)
     ends = [*range(T + 1, len(tokens), T), len(tokens)]
     return [Row(tokens[max(0, end - T - 1) : end], end - start) for start, end in zip([1, *ends], ends, strict=False)]
-
-
-def lengths_of(T: int, unit: int = 1) -> list[int]:
-    """The lengths that rows are padded to, shortest first: 128, 256, ... below T, if unit divides them, and T."""
-    return [length for length in (SHORTEST << k for k in range(32)) if length < T and length % unit == 0] + [T]
 
 
 def batched(
     rows: list[Row], T: int, tokens: int, multiple: int, unit: int = 1, packed: bool = False
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """(batches, where the result of each row stands among those of all batches). A batch is int32 (B, length + 1) as in
-    training, its length one of lengths_of(T, unit); B: a multiple, as many rows as `tokens` are. So there is one shape
-    for each length that occurs. packed: the first token of a row is marked, as a model of rows of documents needs it.
-    """
-    lengths, start = lengths_of(T, unit), START if packed else 0
+    training, its length T, or one of 128, 256, ... below T that unit divides; B: a multiple, as many rows as `tokens`
+    are. So there is one shape for each length that occurs. packed: the first token of a row is marked, as a model of
+    rows of documents needs it."""
+    lengths = [length for length in (SHORTEST << k for k in range(32)) if length < T and length % unit == 0] + [T]
+    start = START if packed else 0
     bucket = np.searchsorted(lengths, [len(row.tokens) - 1 for row in rows])
     batches = []
     places = np.zeros(len(rows), int)

@@ -25,8 +25,7 @@ CORE = "core"
 
 
 def parse_tasks(given: Sequence[str], folder: Path = Path()) -> dict[str, Path]:
-    """{name: path} of words NAME=PATH, both inside the folder where NAME is a YAML file. Raises InputError for a name
-    that is given twice, no path."""
+    """{name: path} of words NAME=PATH, in the folder, as a YAML file is. Raises InputError for a name twice."""
     found: dict[str, Path] = {}
     for word in given:
         name, _, path = word.partition("=")
@@ -45,8 +44,7 @@ def import_harness() -> Any:
         from language.tasks import harness
     except ModuleNotFoundError as error:
         raise InputError(
-            f"tasks are scored by lm_eval, but {error.name} is not installed; run pip install -r "
-            "requirements-evaluate.txt"
+            f"tasks need lm_eval, but {error.name} is not installed; run pip install -r requirements-evaluate.txt"
         ) from error
     return harness
 

@@ -19,9 +19,7 @@ def file_of(folder: Path, split: str) -> Path:
     named = [file for file in (folder / f"{split}.jsonl", folder / f"{split}.parquet") if file.exists()]
     found = [*named, *sorted(folder.glob(f"{split}-*.parquet"))]
     if len(found) > 1:
-        raise InputError(
-            f"{folder} has {found[0].name} and {found[1].name}; expected one file of {split}; move one away"
-        )
+        raise InputError(f"{folder} has {found[0].name} and {found[1].name}; expected one file of {split}; remove one")
     if not found:
         raise InputError(f"{folder} has no {split}.jsonl, nor .parquet; expected one of them")
     return found[0]

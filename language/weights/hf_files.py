@@ -26,8 +26,7 @@ from tpu_utils.checkpoint.tensor_reading import read_header
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-MOST_BYTES = 5 * 10**9
-"""Largest file of weights that is written, in bytes, as Hugging Face has it."""
+MOST_BYTES = 5 * 10**9  # largest file of weights that is written, in bytes, as Hugging Face has it
 UNUSED_TENSORS = (
     r"(transformer\.h\.\d+\.attn\.(bias|masked_bias)|model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq)"
 )
@@ -61,8 +60,7 @@ class HuggingFaceWeights:
         return self._sources[name].join(lambda hf_name: self.read_hf_tensor(hf_name)[:most], dtype)
 
     def read_hf_tensor(self, name: str) -> torch.Tensor:
-        """One of their tensors, of mapped memory. The file is opened for it alone, so memory does not add up. Raises
-        InputError for values that are no numbers."""
+        """One of their tensors; the file is opened for it alone: mapped memory does not add up. Raises InputError."""
         path, inside, _ = self._places[name]
         with safe_open(path, framework="pt") as file:
             return check_finite(file.get_tensor(inside), f"{path}: {name}")
@@ -74,11 +72,8 @@ def read_config(folder: Path) -> dict:
 
 
 def open_weights(folder: Path, shape: ModelShape | None = None) -> HuggingFaceWeights:
-    """Check a folder: configuration, files, names, shapes and types, by their headers alone.
-
-    shape: the model that the weights have to fit, whose context may be shorter than theirs; None: that of config.json.
-    Raises InputError: found, expected, what to do.
-    """
+    """Check a folder: configuration, files, names, shapes and types, by their headers alone. shape: the model that the
+    weights have to fit, whose context may be shorter than theirs; None: that of config.json. Raises InputError."""
     folder = Path(folder)
     own = shape_of(read_config(folder), str(folder / CONFIG))
     if shape is not None:
@@ -95,42 +90,35 @@ def open_weights(folder: Path, shape: ModelShape | None = None) -> HuggingFaceWe
         if kind.shape != wanted[name] or kind.dtype not in FLOATS:
             problems.append(f"{name} is {kind}, expected float32, bfloat16 or float16 {list(wanted[name])}")
     if problems:
-        first = "; ".join([*expert_count_problems(own, found), *sorted(problems)][:3])
+        numbers = [int(number) for name in found for number in re.findall(r"\.experts\.(\d{1,9})\.", name)]
+        experts, said = max(numbers, default=-1) + 1, getattr(own, "num_experts", 0)
+        wrong = [] if experts == said else [f"{CONFIG} says {said} experts, and the tensors are of {experts}"]
         raise InputError(
-            f"{folder}: {first}{' ...' if problems[3:] else ''}; expected the tensors of the model in {CONFIG}; copy "
-            f"the folder again, {CONFIG} too"
+            f"{folder}: {'; '.join([*wrong, *sorted(problems)][:3])}{' ...' if problems[3:] else ''}; expected the "
+            f"tensors of the model in {CONFIG}; copy the folder again, {CONFIG} too"
         )
     for source in sources(own).values():
         if len({found[name][2].dtype for name in source.names}) > 1:
-            raise InputError(
-                f"{folder}: {', '.join(source.names[:3])} ... have several types; expected one of them all"
-            )
+            raise InputError(f"{folder}: {', '.join(source.names[:3])} ... have several types; expected one of all")
     weights = HuggingFaceWeights(folder, shape or own, found)
     if HEAD in found and tied:
         check_tied(weights, sources(own)["token_embedding"])
     return weights
 
 
-def expert_count_problems(own: ModelShape, found: dict) -> list[str]:
-    """How many experts the tensors are of, unless it is as many as config.json says."""
-    numbers = [int(number) for name in found for number in re.findall(r"\.experts\.(\d{1,9})\.", name)]
-    count, said = max(numbers, default=-1) + 1, getattr(own, "num_experts", 0)
-    return [] if count == said else [f"{CONFIG} says {said} experts, and the tensors are of {count}"]
-
-
 def check_shape(folder: Path, own: ModelShape, wanted: ModelShape) -> None:
     """Raises InputError unless a model of the one shape can take the weights of the other."""
-    theirs, ours = (dataclasses.asdict(shape) | {"head_width": shape.head_dim} for shape in (own, wanted))
-    theirs["kind"], ours["kind"] = type(own).__name__, type(wanted).__name__
+    theirs, ours = (
+        {"kind": type(shape).__name__} | dataclasses.asdict(shape) | {"head_width": shape.head_dim}
+        for shape in (own, wanted)
+    )
     longest, context = theirs.pop("sequence_length"), ours.pop("sequence_length")
-    names = ["kind"] if theirs["kind"] != ours["kind"] else [name for name in ours if ours[name] != theirs[name]]
-    changed = [f"{name} is {theirs[name]}, expected {ours[name]}" for name in names]
+    names = [name for name in ours if ours[name] != theirs.get(name)]
+    changed = [f"{name} is {theirs.get(name)}, expected {ours[name]}" for name in names]
     if changed:
         raise InputError(f"{folder}: {'; '.join(changed[:3])}; give the folder of this model, or leave the sizes out")
     if context > longest:
-        raise InputError(
-            f"{folder}: the model reads {longest} tokens, expected {context}; choose a sequence_length that fits"
-        )
+        raise InputError(f"{folder}: reads {longest} tokens, expected {context}; choose a sequence_length that fits")
 
 
 def find_tensors(folder: Path, shape: ModelShape) -> dict[str, tuple[Path, str, Kind]]:
@@ -174,9 +162,7 @@ def map_of_files(folder: Path) -> dict[str, str]:
         raise InputError(f"{folder / INDEX}: weight_map is {found!r:.60}; expected the file of each tensor")
     for file in found.values():
         if not isinstance(file, str) or not re.fullmatch(r"[\w-][\w.-]{0,200}\.safetensors", file, re.ASCII):
-            raise InputError(
-                f"{folder / INDEX} names the file {file!r:.100}; expected *.safetensors in the same folder"
-            )
+            raise InputError(f"{folder / INDEX} names {file!r:.100}; expected *.safetensors in the same folder")
     return found
 
 
@@ -202,10 +188,8 @@ def write_weights(
     tensors: Iterator[tuple[str, torch.Tensor]],
     most_bytes: int = MOST_BYTES,
 ) -> None:
-    """Their tensors, as their_tensors() gives them, one in memory at a time.
-
-    most_bytes: of a file, but for one that holds a single larger tensor. Raises OSError.
-    """
+    """Their tensors, as their_tensors() gives them, one in memory at a time. most_bytes: of a file, but for one that
+    holds a single larger tensor. Raises OSError."""
     files: list[dict[str, Kind]] = [{}]
     size = 0
     for name, part in {name: source.part for source in sources(shape).values() for name in source.names}.items():
@@ -215,11 +199,11 @@ def write_weights(
             size = 0
         files[-1][name] = kind
         size += kind.num_bytes
-    weight_map, total = {}, 0
+    weight_map = {}
     for number, kinds in enumerate(files, 1):
         file = WHOLE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
         stream_tensors(folder / file, kinds, tensors, {"format": "pt"})
         weight_map |= dict.fromkeys(kinds, file)
-        total += sum(kind.num_bytes for kind in kinds.values())
     if len(files) > 1:
+        total = sum(kind.num_bytes for kinds in files for kind in kinds.values())
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})

@@ -12,13 +12,8 @@ from language.models.layers import LAYER_MATRICES
 from language.options.llama_shape import LlamaShape
 from language.options.shapes import ModelShape
 
-GPT2 = {  # ours: theirs, below transformer.h.N
-    **{"ln1_weight": "ln_1.weight", "ln1_bias": "ln_1.bias", "ln2_weight": "ln_2.weight", "ln2_bias": "ln_2.bias"},
-    **{"qkv_weight": "attn.c_attn.weight", "qkv_bias": "attn.c_attn.bias"},
-    **{"attention_out_weight": "attn.c_proj.weight", "attention_out_bias": "attn.c_proj.bias"},
-    **{"mlp_in_weight": "mlp.c_fc.weight", "mlp_in_bias": "mlp.c_fc.bias"},
-    **{"mlp_out_weight": "mlp.c_proj.weight", "mlp_out_bias": "mlp.c_proj.bias"},
-}
+GPT2 = {"ln1": "ln_1", "ln2": "ln_2", "qkv": "attn.c_attn", "attention_out": "attn.c_proj", "mlp_in": "mlp.c_fc"}
+GPT2 |= {"mlp_out": "mlp.c_proj"}  # ours: theirs, below transformer.h.N; each has a weight and a bias
 LLAMA = {  # below model.layers.N; several: one after another in ours
     **{"ln1_weight": ("input_layernorm.weight",), "ln1_after_weight": ("post_attention_layernorm.weight",)},
     **{"ln2_weight": ("pre_feedforward_layernorm.weight",), "ln2_after_weight": ("post_feedforward_layernorm.weight",)},
@@ -37,22 +32,16 @@ FUSED |= {"gate_up_weight": ("mlp.gate_up_proj.weight",)}
 class Source:
     """The tensors of Hugging Face ("theirs") that make up one parameter of our model ("ours"), in this order."""
 
-    size: tuple[int, ...]
-    """Shape of our parameter."""
+    size: tuple[int, ...]  # shape of our parameter
     names: tuple[str, ...]
-    part: tuple[int, ...]
-    """Shape of each of theirs."""
-    transposed: bool = False
-    """GPT-2's Conv1D keeps (in, out)."""
+    part: tuple[int, ...]  # shape of each of theirs
+    transposed: bool = False  # GPT-2's Conv1D keeps (in, out)
     rows: tuple[int, int] | None = None
     """First and end of the rows that are ours, where they have one matrix for several parameters."""
 
     def join(self, read: Callable[[str], torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
         """Our parameter, in the type of theirs or in dtype. read: one of theirs by name; one at a time is held beside
-        the result.
-
-        Rows of the padding of a vocabulary are 0.
-        """
+        the result. Rows of the padding of a vocabulary are 0."""
         whole = None
         for number, name in enumerate(self.names):
             part = read(name)
@@ -117,7 +106,10 @@ def sources(shape: ModelShape) -> dict[str, Source]:
         top = {"token_embedding": "model.embed_tokens.weight", "final_ln_weight": "model.norm.weight"}
         top["head_weight"] = "lm_head.weight"
     else:
-        table, below = {n: (t,) for n, t in GPT2.items()}, "transformer.h"
+        table = {
+            f"{ours}_{kind}": (f"{theirs}.{kind}",) for ours, theirs in GPT2.items() for kind in ("weight", "bias")
+        }
+        below = "transformer.h"
         top = {"token_embedding": "transformer.wte.weight", "position_embedding": "transformer.wpe.weight"}
         top |= {"final_ln_weight": "transformer.ln_f.weight", "final_ln_bias": "transformer.ln_f.bias"}
     found = {}

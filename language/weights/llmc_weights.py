@@ -41,8 +41,7 @@ def read_tensors(file, shape: ModelShape, dtype: torch.dtype) -> dict[str, torch
 
 def bytes_of(shape: ModelShape, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> Iterator[bytes]:
     for name, size in parameter_shapes(shape).items():
-        if tuple(tensors[name].shape) != size:
-            raise InputError(f"{name}: shape {tuple(tensors[name].shape)}; expected {size} for {shape}")
+        assert tensors[name].shape == size, name
         values = tensors[name].detach().cpu().to(dtype).contiguous()
         yield (values if dtype == torch.float32 else values.view(torch.int16)).numpy().tobytes()
 
@@ -50,20 +49,16 @@ def bytes_of(shape: ModelShape, tensors: dict[str, torch.Tensor], dtype: torch.d
 def read_model(path: Path) -> tuple[ModelShape, dict[str, torch.Tensor]]:
     """Weights in the file's own dtype. Raises InputError for a foreign, damaged or unsupported file."""
     with open_regular(path, "an llm.c GPT-2 model") as file:
-        header = read_header(file, "an llm.c GPT-2 model")
-        magic, version, T, V, L, H, D, padded = (int(word) for word in header[:8])
+        magic, version, T, V, L, H, D, padded = map(int, read_header(file, "an llm.c GPT-2 model")[:8])
         if magic != MODEL_MAGIC or version not in MODEL_VERSIONS:
             raise InputError(
-                f"{path}: magic {magic}, version {version}; expected {MODEL_MAGIC} with version 3 (float32) or 5 "
-                "(bfloat16)"
+                f"{path}: magic {magic}, version {version}; expected {MODEL_MAGIC}, version 3 (float32) or 5 (bfloat16)"
             )
         if min(T, V, L, H, D) < 1 or D % H:
             raise InputError(f"{path}: damaged header: context {T}, vocabulary {V}, {L} layers, {H} heads, width {D}")
         shape = ModelShape(num_layers=L, num_heads=H, embedding_dim=D, sequence_length=T, vocab_size=V)
         if padded != shape.padded_vocab_size:
-            raise InputError(
-                f"{path}: vocabulary padded to {padded}; expected {shape.padded_vocab_size} for {V} tokens"
-            )
+            raise InputError(f"{path}: vocabulary padded to {padded}; expected {shape.padded_vocab_size} for {V}")
         dtype = MODEL_VERSIONS[version]
         check_size(file, HEADER_WORDS * 4 + number_of_values(shape) * dtype.itemsize, f"{shape} in {dtype}")
         return shape, read_tensors(file, shape, dtype)
@@ -72,16 +67,8 @@ def read_model(path: Path) -> tuple[ModelShape, dict[str, torch.Tensor]]:
 def write_model(path: Path, shape: ModelShape, tensors: dict[str, torch.Tensor], dtype=torch.float32) -> None:
     """Write weights llm.c can train from. bfloat16 rounds to nearest even."""
     version = next(number for number, known in MODEL_VERSIONS.items() if known == dtype)
-    header = header_of(
-        MODEL_MAGIC,
-        version,
-        shape.sequence_length,
-        shape.vocab_size,
-        shape.num_layers,
-        shape.num_heads,
-        shape.embedding_dim,
-        shape.padded_vocab_size,
-    )
+    sizes = (shape.sequence_length, shape.vocab_size, shape.num_layers, shape.num_heads, shape.embedding_dim)
+    header = header_of(MODEL_MAGIC, version, *sizes, shape.padded_vocab_size)
     write_atomically(path, itertools.chain([header], bytes_of(shape, tensors, dtype)))
 
 
@@ -108,9 +95,7 @@ def read_debug_state(path: Path, shape: ModelShape) -> DebugState:
         check_size(file, 4 * (HEADER_WORDS + words), f"{B} x {T} tokens for {shape}")
         both = np.fromfile(file, "<i4", 2 * B * T)
         if len(outside := both[(both < 0) | (both >= shape.vocab_size)]):
-            raise InputError(
-                f"{path}: token {outside[0]}, expected 0 to {shape.vocab_size - 1}; copy or write it again"
-            )
+            raise InputError(f"{path}: token {outside[0]}, expected 0 to {shape.vocab_size - 1}; copy it again")
         tokens, targets = torch.from_numpy(both.reshape(2, B, T))
         logits = torch.from_numpy(np.fromfile(file, "<f4", B * T * shape.vocab_size).reshape(B, T, -1))
         loss = np.fromfile(file, "<f4", 1).item()

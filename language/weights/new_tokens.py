@@ -15,22 +15,6 @@ from it: Hugging Face's resize_token_embeddings draws new ones closely around it
 CHUNK = 8192  # rows that are widened to float32 at a time
 
 
-def new_tokens(config: TransformerConfig, names: list[str], read: Callable) -> tuple[dict[str, int], str]:
-    """Tokens of the conversations' format that were never trained, by text and number, and what their rows are.
-
-    names: of the parameters. read: one of them by its name.
-    """
-    tokenizer = tokenizer_of(config)
-    format = choose_format(config.chat_format, tokenizer)
-    tokens = sorted({*special_tokens(format, tokenizer).values(), tokenizer.end})
-    untrained: dict[int, str] = {}
-    for name in [name for name in TABLES if name in names]:
-        for token, what in untrained_rows(read(name)[: config.shape.vocab_size], tokens).items():
-            untrained.setdefault(token, f"{what} in {name}")
-    kinds = " or ".join(sorted(set(untrained.values())))
-    return {tokenizer.decode([token]) or str(token): token for token in untrained}, kinds
-
-
 def untrained_rows(table_VD, tokens: list[int]) -> dict[int, str]:
     """Which of these tokens have rows that are 0 or the mean of all."""
     is_zero = zeros_in(table_VD)
@@ -68,14 +52,23 @@ def started_at_the_mean(read: Callable, tokens: list[int], vocab_size: int) -> C
 
 
 def with_new_tokens(config: TransformerConfig, names: list[str], read: Callable, say: Callable) -> Callable:
-    """read, after a line about tokens that were never trained; with initialise_new_tokens their rows are others."""
-    found, kinds = new_tokens(config, names, read)
-    if not found:
+    """read, after a line about tokens of the conversations' format that were never trained; with initialise_new_tokens
+    their rows are others. names: of the parameters. read: one of them by its name."""
+    tokenizer = tokenizer_of(config)
+    format = choose_format(config.chat_format, tokenizer)
+    tokens = sorted({*special_tokens(format, tokenizer).values(), tokenizer.end})
+    untrained: dict[int, str] = {}
+    for name in [name for name in TABLES if name in names]:
+        for token, what in untrained_rows(read(name)[: config.shape.vocab_size], tokens).items():
+            untrained.setdefault(token, f"{what} in {name}")
+    if not untrained:
         return read
-    what = f"untrained  {', '.join(found)}: rows are {kinds}"
+    named = ", ".join(tokenizer.decode([token]) or str(token) for token in untrained)
+    kinds = " or ".join(sorted(set(untrained.values())))
+    what = f"untrained  {named}: rows are {kinds}"
     if config.initialise_new_tokens == "mean":
         say(f"{what}; they start at the mean of the trained ones")
-        return started_at_the_mean(read, list(found.values()), config.shape.vocab_size)
+        return started_at_the_mean(read, list(untrained), config.shape.vocab_size)
     if config.lora_rank:
         why = "adapters leave them so: the model may never end an answer; train all weights, or --chat_format plain"
     elif "0 in" in kinds:

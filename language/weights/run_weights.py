@@ -62,8 +62,7 @@ def adapter_names(name: str) -> tuple[str, str]:
 
 
 def read_parameter(saved: Saved, name: str) -> torch.Tensor:
-    """One parameter of the model, whole on the CPU, in memory of its own: the mapped file is let go. Raises InputError
-    for values that are no numbers."""
+    """One parameter of the model, whole on the CPU, in memory of its own. Raises InputError for no numbers."""
     return check_finite(saved.files().read(PREFIX + name), f"{saved.folder}: {name}")
 
 
@@ -81,8 +80,7 @@ def read_merged(saved: Saved, name: str, config: TransformerConfig) -> torch.Ten
 
 
 def longest_context(config: TransformerConfig) -> int:
-    """Tokens that the model of a run reads: those of its config.json where positions are rotary, as the run's own
-    context may be shorter."""
+    """Tokens that the model of a run reads: where positions are rotary those of its config.json, if these are more."""
     own = config.shape.sequence_length
     if not config.model_config or not isinstance(config.shape, LlamaShape):
         return own

@@ -31,28 +31,20 @@ class Source:
     """A model to sample from, not loaded yet."""
 
     shape: ModelShape
-    dtype: torch.dtype
-    """Type of weights and computation."""
-    read: Callable[[str], torch.Tensor]
-    """A parameter by its name in our model, with what adapters add to it."""
+    dtype: torch.dtype  # type of weights and computation
+    read: Callable[[str], torch.Tensor]  # a parameter by its name in our model, with what adapters add to it
     tokenizer: Tokenizer
-    start: int | None
-    """What stands before a text; None: nothing."""
+    start: int | None  # what stands before a text; None: nothing
     chat_format: str
-    after: int | None = None
-    """What stands behind a text that is to be continued."""
-    longest: int = 0
-    """Tokens that it reads, if these are more than the sequences of its run, which shape has."""
+    after: int | None = None  # what stands behind a text that is to be continued
+    longest: int = 0  # tokens that it reads, if these are more than the sequences of its run, which shape has
 
 
 def open_source(
     *, run_dir="", hf="", llmc="", checkpoint="newest", tokenizer="", precision="auto", chat_format="auto"
 ) -> Source:
     """Give one of run_dir (of transformer_tpu.py, with its checkpoint), hf (a folder of Hugging Face) and llmc (llm.c's
-    weights). tokenizer, precision, chat_format replace the source's own.
-
-    Raises InputError for what is damaged or of another kind; the weights are read later.
-    """
+    weights). tokenizer, precision, chat_format replace its own. The weights are read later. Raises InputError."""
     of_run = "auto"
     trained_here = not hf
     longest = 0
@@ -88,9 +80,7 @@ def open_source(
 def build(source: Source, int8=False, mesh: Mesh | None = None) -> Decoder:
     """The model, its matrices in the compute dtype or in int8. Raises InputError for experts in int8."""
     if int8 and getattr(source.shape, "num_experts", 0):
-        raise InputError(
-            "int8 is on, but the model is a mixture of experts, whose matrices stay as they are; leave it out"
-        )
+        raise InputError("int8 is on, but the model is a mixture of experts, which stay as they are; leave it out")
     model = (llama.Llama if isinstance(source.shape, LlamaShape) else gpt.GPT)(source.shape, source.dtype, mesh=mesh)
     for name, parameter in model.requires_grad_(False).named_parameters():
         if is_matrix(name) and name != "position_embedding":
@@ -136,11 +126,9 @@ def sampling_spec(name: str, parameter: torch.Tensor) -> tuple[str | None, ...]:
     return tuple("tensor" if axis == shared else None for axis in range(parameter.dim()))
 
 
-def sampling_mesh(shape: ModelShape) -> Mesh | None:
-    """All devices of this host along the axis "tensor"; None for one device. Call it before the first tensor.
-
-    Raises InputError where heads, MLP or vocabulary cannot be divided by them.
-    """
+def sampling_mesh(shape: ModelShape, axis: str = "tensor") -> Mesh | None:
+    """All devices of this host along an axis; None for one device. Call it before the first tensor. Raises InputError
+    where "tensor" cannot divide heads, MLP or vocabulary."""
     devices = device_count()
     if devices == 1:
         return None
@@ -149,11 +137,9 @@ def sampling_mesh(shape: ModelShape) -> Mesh | None:
         ("columns of the MLP", getattr(shape, "mlp_dim", 4 * shape.embedding_dim)),
         ("tokens of the padded vocabulary", shape.padded_vocab_size),
     ):
-        if count % devices:
-            raise InputError(
-                f"the model has {count} {name}, which {devices} devices cannot share evenly; use --devices one"
-            )
+        if axis == "tensor" and count % devices:
+            raise InputError(f"the model has {count} {name}, which {devices} devices cannot share; use --devices one")
     use_spmd()
-    mesh = Mesh(np.arange(devices), (1, 1, devices, 1, 1), AXES)
+    mesh = Mesh(np.arange(devices), tuple(devices if one == axis else 1 for one in AXES), AXES)
     set_global_mesh(mesh)
     return mesh

@@ -24,11 +24,9 @@ def check_finite(value, where: str):
 
 def load_weights(build: Callable, read: Callable, device, partition_spec: Callable | None = None, seed=0) -> Decoder:
     """build() on the device with weights from elsewhere; adapters begin as in a new run. read: by a parameter's name.
-    partition_spec: of a name and its parameter, on a mesh.
-
-    Tensor by tensor, each to its shards at once: the host holds one at a time, in its file's dtype and in the model's.
-    A parameter that build() made int8 is quantized, and its scales become a buffer.
-    """
+    partition_spec: of a name and its parameter, on a mesh. Tensor by tensor, each to its shards at once: the host holds
+    one at a time, in its file's dtype and in the model's. A parameter that build() made int8 is quantized, and its
+    scales become a buffer."""
     with torch.device("meta"):
         model = build()
 

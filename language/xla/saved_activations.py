@@ -21,7 +21,7 @@ LEVELS["products"] = (*LEVELS["residual"], "gate", "up")
 class LayerExecution:
     """How a model runs its layers. points, of LEVELS: layers run again in the backward pass, and the values of these
     points are kept; None: all that autograd saves. on_host: the points whose values lie in the host's memory meanwhile,
-    but for small ones. scan: all layers are one loop in the graph. loss_parts: parts of each sequence whose logits are
+    but for small ones. scan: all layers are one loop in the graph. loss_parts: parts of the vocabulary whose logits are
     made one after the other. all_but: the last layers, so many, keep "products". turns: of a loop around all layers."""
 
     points: tuple[str, ...] | None = None

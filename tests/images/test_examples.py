@@ -35,8 +35,8 @@ def a_set(train=None, test=None, num_classes=5, **options) -> ExampleDataset:
 
 
 def test_batches_are_a_pure_function_of_seed_and_step():
-    data = a_set()
     state = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+    data = a_set()
     whole, again = ExampleBatches(data, CONFIG), ExampleBatches(data, CONFIG)
     assert (whole.steps_per_epoch, whole.num_steps) == (3, 6)
     batches = [whole.batch(index) for index in range(6)]

@@ -113,6 +113,11 @@ def test_mistakes_are_answered_without_torch(arguments, code, said):
     assert done.returncode == code and said in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
+def test_a_tool_shows_the_traceback_that_is_asked_for():
+    done = answer("tools.prepare_data", "no.txt", "--output", "x", "--debug")
+    assert done.returncode and "Traceback" in done.stderr and "no.txt: no such file" in done.stderr
+
+
 def test_prepare_data_and_plot_run_never_need_torch(tmp_path):
     (tmp_path / "in.txt").write_text("words and words\n" * 50)
     done = answer("tools.prepare_data", tmp_path / "in.txt", "--output", tmp_path / "out")

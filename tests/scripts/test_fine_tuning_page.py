@@ -49,7 +49,7 @@ def test_the_first_commands_train_ask_and_export_a_model(tmp_path):
 def test_the_preset_trains_no_other_model_in_silence(preset, asked):
     """Without a folder it would be the smallest GPT, of bytes and from scratch."""
     done = run("transformer_tpu.py", f"--preset={preset}", "--attention=plain", asked)
-    assert done.returncode == 2 and "name a folder of weights: --initial_weights" in done.stderr, done.stderr
+    assert done.returncode == 2 and "name a folder: --initial_weights" in done.stderr, done.stderr
 
 
 @pytest.mark.slow

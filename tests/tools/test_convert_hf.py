@@ -22,6 +22,7 @@ from test_llama_parity import SHAPES, hugging_face_model
 
 import transformer_tpu
 from language.generation.decoding import check_lengths
+from language.options.families import FAMILIES
 from language.options.hf_config import hugging_face_config, shape_of
 from language.options.llama_shape import MODEL_SIZES, LlamaShape
 from language.options.shapes import GPT_SIZES, LLAMA_SIZES, ModelShape
@@ -273,10 +274,11 @@ def test_a_key_that_is_absent_means_what_it_means_to_transformers():
     for name, shape in KINDS.items():
         said = hugging_face_config(shape)
         theirs = transformers.AutoConfig.for_model(model_type=said["model_type"])  # all its own defaults
-        for key, value in shape.conventions.defaults.items():
+        family = FAMILIES[said["model_type"]]
+        for key, value in family.defaults.items():
             if hasattr(theirs, key) and value is not None:
                 assert getattr(theirs, key) == value, (name, key)
-        for key, values in shape.conventions.expected.items():
+        for key, values in family.expected.items():
             assert getattr(theirs, key, values[0]) in values or name == "gpt2", (name, key)
     gemma = hugging_face_config(KINDS["gemma3"]) | {"num_hidden_layers": 12}
     older = {key: value for key, value in gemma.items() if key not in ("layer_types", "rope_local_base_freq")}

@@ -1,13 +1,12 @@
 """benchmarks/decisions.py: its settings are options of the script, it goes on where it was, and the score counts."""
 
 import csv
-import dataclasses
 import json
-from types import SimpleNamespace
 
 import pytest
 from run_files import configured
 
+import aot_tpu
 from benchmarks import decisions
 from language.options.transformer_options import TransformerConfig
 from tpu_compiler.estimate.report import PLAN_ERROR
@@ -29,7 +28,8 @@ def test_every_setting_is_one_of_the_script():
         assert sizes[0] * sizes[1] * sizes[2] == parse_topology(slice_name).num_devices, setting
     for d in ALL:
         assert d.a != d.b and d.source.endswith(".md") and {d.fits_a, d.fits_b} <= {"yes", "no", ""}, d.id
-        assert d.state in ("float32", "bfloat16") and (d.measured is None) == (not d.rate_a or not d.rate_b), d.id
+        assert (d.measured is None) == (not d.rate_a or not d.rate_b), d.id
+        assert d.a.startswith(decisions.BFLOAT16_STATE) == d.b.startswith(decisions.BFLOAT16_STATE), d.id
 
 
 @pytest.fixture
@@ -37,15 +37,15 @@ def compiler(monkeypatch):
     """Answers at once: a step takes 1,000 ms and 10 GiB, 100 ms and 1 GiB more with each layer above one."""
     asked = []
 
-    def answer(command, **_):
+    def answer(*command):
         asked.append(command)
         layers = int(command[command.index("--num_layers") + 1]) if "--num_layers" in command else 1
         ms = (500.0 if "--plan" in command else 900.0) + 100 * layers
         report = dict(limit_bytes=31.25 * GIB, predicted_ms_all_hidden=ms)
-        report |= dict(peak_bytes=(9 + layers) * GIB, memory=dict(parameters=2 * GIB, optimizer_state=4 * GIB))
-        return SimpleNamespace(stdout=json.dumps([report]), stderr="")
+        report |= dict(peak_bytes=(9 + layers) * GIB)
+        return [report]
 
-    monkeypatch.setattr(decisions.subprocess, "run", answer)
+    monkeypatch.setattr(decisions, "answer_of", answer)
     return asked
 
 
@@ -140,11 +140,16 @@ def test_the_kept_table_of_the_newest_compiler_is_of_the_kept_answers():
     tables = decisions.beside_newest(loops, decisions.read_answers(decisions.BY_BOTH))
     assert len(tables["decisions_newest.csv"]) == decisions.BY_NEWEST + 1
     for name, lines in tables.items():
-        assert decisions.as_csv(lines) == (TABLES / name).read_bytes()
+        assert decisions.as_csv(lines) == (TABLES / name).read_text()
 
 
-def test_memory_is_that_of_the_measured_state():
-    answer = decisions.Answer("v6e-8", "", "roofline", 1.0, 33.0, 8.0, 31.25, 1)
-    assert answer.fits("bfloat16") and not answer.fits("float32")
-    assert not dataclasses.replace(answer, needed_gib=36.0).fits("bfloat16")
-    assert all(("--optimizer sgd" in s) == (d.state == "bfloat16") for d in ALL for s in (d.a, d.b))
+def test_a_plan_of_weights_in_bfloat16_has_half_the_state(capfd):
+    """Weights and Adam's two moments, and the gradients with them."""
+    options = "--dataset tokens --precision bfloat16 --model_size 124M --num_layers 2 --sequence_length 128"
+    memory = {}
+    for script in ("transformer_tpu.py", f"benchmarks/{decisions.BFLOAT16_STATE}"):
+        assert aot_tpu.main([script, *options.split(), "--topology", "v6e-1", "--plan", "--json"]) == 0
+        memory[script] = json.loads(capfd.readouterr().out)[0]["memory"]
+    ours, theirs = memory.values()
+    for name in ("parameters", "optimizer_state"):
+        assert theirs[name] == pytest.approx(ours[name] / 2, rel=1e-3)

@@ -125,7 +125,7 @@ def test_tokens_of_a_mesh_are_those_of_one_device(folder, devices, int8, capsys)
         (
             "stretched",
             dict(devices="all"),
-            "2 heads of keys and values, which 3 devices cannot share evenly; use --dev",
+            "2 heads of keys and values, which 3 devices cannot share; use --dev",
         ),
     ],
     indirect=["folder"],

@@ -178,7 +178,7 @@ def test_a_truncated_a_missing_and_an_empty_file_are_named(tmp_path, capsys):
     (empty / "metrics.jsonl").write_bytes(b"")
     assert call(cut, missing, empty, "--output", tmp_path / "x.png") == 0
     said = capsys.readouterr()
-    assert f"{cut}/metrics.jsonl: 1 damaged line is left out (line 12)" in said.err
+    assert f"{cut}/metrics.jsonl: damaged lines are left out: 1, the first 12;" in said.err
     for folder in (missing, empty):
         assert f"{folder}/metrics.jsonl is missing or holds no lines to draw" in said.err
     assert said.out == f"{tmp_path}/x.png\n" and (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
@@ -289,7 +289,7 @@ def test_lines_that_no_run_writes_are_left_out_and_named(tmp_path, capsys):
     for fields in [*bad, *(dict(tokens_of_experts=table) for table in tables)]:
         add_line(folder, kind="eval", step=60, **fields)
     found = plot_run.read_run(folder)
-    said = "12 damaged lines are left out (lines 13, 14, 15, 16, 17, 18, 19, 20 and others)"
+    said = "damaged lines are left out: 12, the first 13, 14, 15, 16, 17, 18, 19, 20;"
     assert said in capsys.readouterr().err and found.last_step == 40
 
 

@@ -220,7 +220,7 @@ def test_shards_of_a_tokenizer_json(tmp_path, capsys, vocab_size):
         (lambda p: p.write_text("x"), ["--validation_fraction", "1.5"], "expected 0 <= validation_fraction < 1"),
         (lambda p: p.write_text(""), ["--hellaswag"], "0 questions; expected 1 to 65536"),
         (lambda p: p.write_text(DEEP + "\n"), ["--hellaswag"], "question: it is nested too deep"),
-        (lambda p: p.write_text("x"), ["--shard_tokens", "3000000000"], "at most 2147483647"),
+        (lambda p: p.write_text("x"), ["--shard_tokens", "3000000000"], "shard_tokens <= 2147483647"),
         (lambda p: p.write_text("x"), ["--document_separator", "\udcff"], "expected UTF-8 text"),
         (lambda p: make_irregular(p, "FIFO"), [], "in.txt is a FIFO; expected"),
         (lambda p: make_irregular(p, "FIFO"), ["--hellaswag"], "in.txt is a FIFO; expected"),

@@ -180,10 +180,10 @@ def test_a_text_that_is_too_short_is_refused_before_the_first_stage(tmp_path, te
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--depth", "0"], "depth is 0; expected 1 to 64"),
+        (["--depth", "0"], "error: depth is 0; expected 1 <= depth <= 64"),
         (["--depth", "2", "--price", "1"], "price and cost_only have no effect without --slice"),
         (["--depth", "2", "--slice", "v6e-7"], "slice: "),
-        (["--depth", "2", "--search_minutes", "-1"], "search_minutes is -1.0; expected minutes, 0 or more"),
+        (["--depth", "2", "--search_minutes", "-1"], "search_minutes is -1.0; expected 0 or more"),
         (["--depth", "2", "--vocab_size", "10"], "vocab_size is 10; expected 259 to"),
         (["--depth", "2", "--chats", "missing.jsonl"], "missing.jsonl: no such file"),
         (["--depth", "2", "--tasks", "piqa=missing.jsonl"], "missing.jsonl"),
@@ -246,7 +246,7 @@ def test_what_the_search_found_is_asked_once_kept_and_used(tmp_path, compiler):
     assert sorted(options) == expected
     assert found.chips == 8 and found.dollars_of(3600) == 16.0
     assert found.seconds["pretrain"] == pytest.approx(make_plan(12, 4 * 10**10, 10**6).steps * 0.1)
-    assert found.steps["finetune"].memory == "4.00 of 32.00 GiB"
+    assert found.steps["finetune"] == "predicted, 100 ms a step, 4.00 of 32.00 GiB"
     said = "found by a search for v6e-8: attention flash, gradient_accumulation_steps 2, mesh 2x4x1"
     assert said in "\n".join(lines_of_price(found))
     again = ask(tmp_path)

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from processes import Script
 
 from benchmarks import torture
 from benchmarks.children import unequal_files
@@ -67,15 +66,9 @@ def test_files_that_are_not_the_same_in_two_folders_are_named(tmp_path):
     assert unequal_files(one, other, "kept/*") == ["kept/changed", "kept/only_in_one", "kept/only_in_other"]
 
 
-def forked(options, changes, output):
-    output.write_bytes(b"")
-    return Script(*options, output=output, **changes)
-
-
 @pytest.mark.slow
-def test_four_kills_leave_no_trace(monkeypatch, capsys):
+def test_four_kills_leave_no_trace(capsys):
     """With parameters and data sharded; test_make_it_yours.py has one device."""
-    monkeypatch.setattr(torture, "launch", forked)
     assert torture.main(["--kills=4", "--variants=fsdp_4,transformer_2x2x2"]) == 0, capsys.readouterr().out
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(tuple(torture.VARIANTS))]
     assert sum(int(row[-2]) for row in rows) == 4 and all(row[-1] == "yes" for row in rows)

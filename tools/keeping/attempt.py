@@ -15,8 +15,7 @@ from tpu_utils.base.restarts import ends_with_this, newest_checkpoint
 
 STACKS_SECONDS = 5.0
 """For a stuck script to print where its threads stand; Python's handler needs a fraction of a second."""
-MOST_BYTES = 1 << 20
-"""Most bytes of the log to read at once."""
+MOST_BYTES = 1 << 20  # most bytes of the log to read at once
 
 
 class Attempt:
@@ -32,17 +31,13 @@ class Attempt:
         self.log = run_dir / "metrics.jsonl"
         self.saves = saves
         self.began = time.monotonic()
-        self.newest = {folder: newest_checkpoint(folder) for folder in saves}
-        """What was there before."""
+        self.newest = {folder: newest_checkpoint(folder) for folder in saves}  # what was there before
         self.logged: float | None = None
         """When its first line came: what is before is starting up, restoring and compiling."""
-        self.saved: float | None = None
-        """When its newest checkpoint was complete."""
-        self.moved = self.began
-        """When it last logged or saved."""
+        self.saved: float | None = None  # when its newest checkpoint was complete
+        self.moved = self.began  # when it last logged or saved
         self.ended = False
-        self.compiled: float | None = None
-        """Seconds that it compiled before its first steps, once it has said so."""
+        self.compiled: float | None = None  # seconds that it compiled before its first steps, once it has said so
         self._seen = self._state()
 
     def _state(self) -> tuple[int, int]:

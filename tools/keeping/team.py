@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 import time
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tpu_utils.base.errors import DeviceError
@@ -22,21 +23,17 @@ LOST_SECONDS = 15.0
 class State(NamedTuple):
     """State of the script on one host."""
 
-    code: int | None = None
-    """Its exit code, or minus a signal; None: it runs."""
+    code: int | None = None  # its exit code, or minus a signal; None: it runs
     silent: bool = False
-    stopping: bool = False
-    """Its host was told to stop."""
+    stopping: bool = False  # its host was told to stop
 
 
 class Verdict(NamedTuple):
     """Why an attempt is over."""
 
     reason: str
-    code: int | None
-    """With which exit code everybody ends; None: another attempt follows."""
-    silent: bool = False
-    """The script is stuck since it last logged or saved."""
+    code: int | None  # with which exit code everybody ends; None: another attempt follows
+    silent: bool = False  # the script is stuck since it last logged or saved
 
 
 def in_words(code: int) -> str:
@@ -77,9 +74,10 @@ def judge(states: dict[int, State | None], silent_seconds: float) -> Verdict | N
 class Alone:
     """One host."""
 
+    decides = True
+
     def __init__(self, silent_seconds: float):
         self.silent_seconds = silent_seconds
-        self.decides = True
 
     def meet(self) -> dict[str, str]:
         """Before an attempt. Variables for the script."""
@@ -92,22 +90,19 @@ class Alone:
         """The others, what host 0 has decided."""
 
 
+@dataclass
 class First(Alone):
     """Host 0 of several. Raises DeviceError where hosts are missing for too long, OSError where it cannot listen."""
 
-    def __init__(
-        self, addresses: list[str], port: int, secret: bytes, silent_seconds: float, wait: float, elastic: bool
-    ):
-        """wait: seconds for all hosts. elastic: after that an attempt begins with those that are there."""
-        super().__init__(silent_seconds)
-        self.addresses = addresses
-        self.port = port
-        self.secret = secret
-        self.wait = wait
-        self.elastic = elastic
-        self.links: dict[int, Link] = {}
-        self.states: dict[int, State | None] = {}
-        self.sent = 0.0
+    addresses: list[str]
+    port: int
+    secret: bytes
+    silent_seconds: float
+    wait: float  # seconds for all hosts
+    elastic: bool  # after that an attempt begins with those that are there
+    links: dict[int, Link] = field(default_factory=dict)
+    states: dict[int, State | None] = field(default_factory=dict)
+    sent: float = 0.0
 
     def meet(self) -> dict[str, str]:
         allowed = {info[4][0] for address in self.addresses for info in socket.getaddrinfo(address, 0)}
@@ -154,20 +149,19 @@ class First(Alone):
             self._send(index, list(verdict))  # the other end closes: a close here could overtake the verdict
 
 
+@dataclass
 class Other(Alone):
     """Any other host of several. It does what host 0 says; where that is lost, it ends its script and waits for it."""
 
-    def __init__(self, index: int, addresses: list[str], port: int, secret: bytes, wait: float, elastic: bool = False):
-        """elastic: wait without end, since host 0 may go on without this one until the next start."""
-        super().__init__(0.0)
-        self.elastic = elastic
-        self.index = index
-        self.addresses = addresses
-        self.port = port
-        self.secret = secret
-        self.wait = wait
-        self.decides = False
-        self.sent, self.said = 0.0, State()
+    index: int
+    addresses: list[str]
+    port: int
+    secret: bytes
+    wait: float
+    elastic: bool  # wait without end, since host 0 may go on without this one until the next start
+    sent: float = 0.0
+    said: State | None = None
+    decides = False
 
     def meet(self) -> dict[str, str]:
         deadline = time.monotonic() + self.wait

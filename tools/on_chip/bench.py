@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -152,13 +153,9 @@ class Bench:
         """Measured over predicted milliseconds of each step that has both; none on a CPU, whose time is no TPU's, and
         none of a step that waits for its host or its data: that says nothing of the prediction."""
         found = {}
-        for name in self.measurements if self.machine.device == "tpu" else ():
-            step = name.removeprefix("step ")
-            measured, asked = self.figures(name), self.figures(f"estimate {step}")
-            if name == step or not measured or not asked or (asked["predicted_ms"] or 0) < SHORTEST_MS:
-                continue
-            if not is_held_up(measured):
-                found[step] = measured["ms"] / asked["predicted_ms"]
+        for name, asked, measured in steps_in(self.measurements) if self.machine.device == "tpu" else ():
+            if measured and (asked.get("predicted_ms") or 0) >= SHORTEST_MS and not is_held_up(measured):
+                found[name] = measured["ms"] / asked["predicted_ms"]
         return found
 
     def figures(self, name: str) -> dict[str, Any] | None:
@@ -211,6 +208,15 @@ class Bench:
         return results_in(run_dir)
 
 
+def steps_in(measurements: dict[str, Any]) -> Iterator[tuple[str, dict, dict]]:
+    """(name, figures of the estimate, figures measured) of each step that has one of them; {} for what is missing."""
+    for name in measurements:
+        if name.startswith("step "):
+            both = [measurements.get(f"{kind} {name[5:]}", {}).get("figures") or {} for kind in ("estimate", "step")]
+            if any(both):
+                yield name[5:], *both
+
+
 def results_in(run_dir: Path) -> tuple[dict, list[dict]]:
     lines = (run_dir / "metrics.jsonl").read_bytes().splitlines()
     return read_json(run_dir / "summary.json", "the summary of a run"), [parse_json(line) for line in lines]
@@ -227,3 +233,15 @@ def last_object(text: str) -> dict[str, Any]:
 def hold(kept: bool, sentence: str) -> None:
     if not kept:
         raise TrainingError(f"not kept: {sentence}")
+
+
+def losses_in(lines: list[dict]) -> list[float]:
+    """The training losses among the lines of metrics.jsonl."""
+    return [line["loss"] for line in lines if line["kind"] == "train"]
+
+
+def compare(one: list[float], other: list[float], allowed: float) -> dict[str, float]:
+    """Figures of two runs' losses. Raises TrainingError where two of a step differ by more than is allowed."""
+    difference = max(abs(a - b) for a, b in zip(one, other, strict=True))
+    hold(difference <= allowed, f"{len(one)} losses differ by up to {difference:.2g}, expected {allowed:g} at most")
+    return dict(largest_difference=difference, allowed=allowed)

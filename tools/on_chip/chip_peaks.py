@@ -1,35 +1,71 @@
 """How fast is this chip at one thing alone: a matrix product, a pass over
-memory, a collective between all devices?
+memory, a collective between all devices? peak() asks a process of its own.
 
 Run:     python -m tools.on_chip.chip_peaks product --sizes 1024,4096
          python -m tools.on_chip.chip_peaks copy --sizes 256              # MiB
          python -m tools.on_chip.chip_peaks all-reduce --sizes 1,64       # MiB
-         python -m tools.on_chip.chip_peaks product --sizes 4096 --compile_for v5litepod-1
 Prints:  one JSON object {size: figures}; milliseconds of one program are the
-         median of 5 rounds, with the lowest and the highest. --compile_for asks
-         the TPU compiler about the (one) program instead of running it.
+         median of 5 rounds, with the lowest and the highest.
 
 product: 8 to 64 bfloat16 products of n x n, one after the other, on one device;
-more of smaller ones, so that the host keeps up. copy:
-one is added to each of so many MiB of float32, on one device: each is read once
-and written once. Collectives: of so many MiB of float32, over all devices; what
-is gathered, reduced or exchanged is that large in all.
+more of smaller ones, so that the host keeps up. copy: one is added to each of
+so many MiB of float32, on one device: each is read once and written once.
+Collectives: of so many MiB of float32, over all devices; what is gathered,
+reduced or exchanged is that large in all.
 """
 
-import argparse
 import json
 import statistics
 import sys
 import time
+from typing import Any
 
 import numpy as np
 
+from tools.on_chip.bench import Bench, Cannot, last_object
 from tpu_utils.base.errors import InputError, run_script
+from tpu_utils.base.hardware import GENERATIONS
 from tpu_utils.options.environment import choose_device
+from tpu_utils.options.tool_arguments import make_parser
 from tpu_utils.options.train_config import TrainConfig
 
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute")
+PEAKS = {  # {kind: (sizes on a TPU, sizes on a CPU)}
+    "product": ("2048,4096,8192", "256"),
+    "copy": ("256,1024", "16"),
+    "all-reduce": ("1,16,256", "1"),
+    "all-gather": ("1,16,256", "1"),
+    "reduce-scatter": ("1,16,256", "1"),
+    "collective-permute": ("1,16,256", "1"),
+}
 ROUNDS, MIB = 5, 2**20
+
+
+def peak(bench: Bench, kind: str) -> dict[str, Any]:
+    """{size: figures}, with the published peak or the lower bound beside them."""
+    machine, (on_tpu, on_cpu) = bench.machine, PEAKS[kind]
+    if kind not in ("product", "copy") and machine.num_devices == 1:
+        raise Cannot("one device: nothing to exchange; on the CPU CPU_NUM_DEVICES=4 makes four")
+    sizes = on_tpu if machine.device == "tpu" else on_cpu
+    command = ["-m", "tools.on_chip.chip_peaks", kind, f"--sizes={sizes}", f"--device={machine.device}"]
+    found, chip = last_object(bench.child(f"peak {kind}", command)), GENERATIONS.get(machine.chip)
+    for size, figures in found.items():
+        if chip and figures["host_ms"] > 0.7 * figures["ms"]:  # what was measured is the host
+            continue
+        if chip and kind == "product":
+            figures["of_published"] = figures["tflops"] * chip.devices_per_chip / chip.bf16_tflops
+        elif chip and kind == "copy":
+            figures["of_published"] = figures["gb_per_s"] * chip.devices_per_chip / chip.memory_gb_per_s
+        elif chip and chip.link_gb_per_s:
+            figures["bound_ms"] = least_sent(kind, int(size), machine.num_devices) / chip.link_gb_per_s / 1e6
+            if kind == "all-gather":  # libtpu 0.0.21 copies what was gathered: read and written once more
+                figures["bound_ms"] += 2 * int(size) * MIB / chip.memory_gb_per_s / 1e6
+    return found
+
+
+def least_sent(kind: str, mib: int, devices: int) -> float:
+    """Bytes that a device must send, as tpu_compiler.estimate.reading.read_collectives counts them."""
+    shares = {"all-reduce": 2 * (devices - 1), "collective-permute": 1}
+    return mib * MIB * shares.get(kind, devices - 1) / devices
 
 
 def build(kind: str, size: int):
@@ -105,27 +141,21 @@ def time_step(step, x) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=("product", "copy", *COLLECTIVES))
+    parser = make_parser("tools.on_chip.chip_peaks", __doc__)
+    parser.add_argument("kind", choices=PEAKS)
     parser.add_argument("--sizes", required=True, help="product: n of n x n; others: MiB; separated by commas")
     parser.add_argument("--device", choices=("auto", "tpu", "cpu"), default="auto")
-    parser.add_argument("--compile_for", default="", metavar="SLICE")
     options = parser.parse_args()
     if not all(size.isdecimal() and int(size) for size in options.sizes.split(",")):
         raise InputError(f"sizes is {options.sizes}; expected whole numbers above 0 such as 1024,4096")
     sizes = [int(size) for size in options.sizes.split(",")]
-    choose_device(TrainConfig(device=options.device, compile_for=options.compile_for))
+    choose_device(TrainConfig(device=options.device))
     import torch_xla.runtime as xr
 
-    if options.kind in COLLECTIVES:
+    if options.kind not in ("product", "copy"):
         if xr.global_runtime_device_count() == 1:
             raise InputError(f"{options.kind} needs several devices; found one")
         xr.use_spmd()
-    if options.compile_for:
-        from tpu_compiler.ask import compile_for
-
-        step, x, flops, _ = build(options.kind, sizes[0])
-        return compile_for(options.compile_for, step, x, examples=1, model_flops=flops)
     found = {}
     for size in sizes:
         step, x, flops, moved = build(options.kind, size)

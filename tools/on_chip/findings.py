@@ -1,15 +1,13 @@
 """What a calibration says: tables, a picture, and the text to attach to a report. Reads calibration.json alone."""
 
-import io
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tools.on_chip.bench import steps_in
 from tpu_compiler.estimate.calibration import SHORTEST_MS, Calibration, is_held_up
 from tpu_compiler.estimate.report import markdown
 from tpu_utils.base.hardware import GIB
-from tpu_utils.base.writing import write_atomically
 
 ATTACH = """\
 To report this, open an issue called "Calibration of {where}, torch_xla {torch_xla}, libtpu {libtpu}, commit {commit}",
@@ -23,15 +21,6 @@ def figure(value: float | None, form: str) -> str:
 def table(header: str, rows: list[list[str]]) -> list[str]:
     """Lines of a Markdown table, aligned; none without rows. header: names divided by |."""
     return [*markdown([[name.strip() for name in header.split("|")], *rows]), ""] if rows else []
-
-
-def steps_in(measurements: dict[str, Any]) -> Iterator[tuple[str, dict, dict]]:
-    """(name, figures of the estimate, figures measured) of each step that has one of them; {} for what is missing."""
-    for name in measurements:
-        if name.startswith("step "):
-            both = [measurements.get(f"{kind} {name[5:]}", {}).get("figures") or {} for kind in ("estimate", "step")]
-            if any(both):
-                yield name[5:], *both
 
 
 def step_rows(measurements: dict[str, Any], ratios: bool) -> list[list[str]]:
@@ -111,10 +100,7 @@ def report_text(content: dict[str, Any]) -> str:
 
 def draw(content: dict[str, Any]):
     """The figure: prediction and clock, the chip alone against what is published, collectives against their bound."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # no display on a TPU VM
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # needs no display; only here: it takes a second
 
     machine, measurements = content["machine"], content["measurements"]
     drawing = Figure(figsize=(16, 5.5), layout="constrained")
@@ -146,6 +132,6 @@ def draw(content: dict[str, Any]):
 
 
 def save_picture(content: dict[str, Any], path: Path) -> None:
-    picture = io.BytesIO()
-    draw(content).savefig(picture, format="png", dpi=110)
-    write_atomically(path, picture.getvalue())
+    from tools.plot_run import save  # only here: it imports matplotlib
+
+    save(draw(content), path)

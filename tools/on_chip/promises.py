@@ -4,7 +4,7 @@ import statistics
 import time
 from typing import Any
 
-from tools.on_chip.bench import Bench, Cannot, hold, last_object, results_in
+from tools.on_chip.bench import Bench, Cannot, compare, hold, last_object, losses_in, results_in
 from tools.on_chip.steps import GPT2_8
 from tpu_utils.base.files import read_json
 from tpu_utils.base.hardware import GENERATIONS, GIB
@@ -61,7 +61,7 @@ def resume(bench: Bench) -> dict[str, Any]:
     (first, lines), (second, resumed) = results_in(whole), results_in(killed)
     markers = [read_json(run_dir / "checkpoints/step_00000060/done", "a marker") for run_dir in (whole, killed)]
     tensors = [{n: f for n, f in m["files"].items() if n.endswith(".safetensors")} for m in markers]
-    losses = [[line["loss"] for line in some if line["kind"] == "train"] for some in (lines, resumed)]
+    losses = losses_in(lines), losses_in(resumed)
     hold(tensors[0] == tensors[1], "the last checkpoints differ")
     hold(losses[0] == losses[1], f"the losses differ: {losses[0]} and {losses[1]}")
     waits = [line["wait_seconds"] for line in lines if line["kind"] == "checkpoint"]
@@ -74,14 +74,6 @@ def resume(bench: Bench) -> dict[str, Any]:
     )
 
 
-def losses_of(bench: Bench, name: str, script: str, options: str) -> list[float]:
-    return [line["loss"] for line in bench.train(name, script, options)[1] if line["kind"] == "train"]
-
-
-def farthest(one: list[float], other: list[float]) -> float:
-    return max(abs(a - b) for a, b in zip(one, other, strict=True))
-
-
 def spmd(bench: Bench) -> dict[str, Any]:
     """One SPMD program over all devices has the losses of one device. The recipe of docs/many_devices.md keeps the
     inputs of ReLUs away from 0, where rounding decides their sign."""
@@ -89,10 +81,9 @@ def spmd(bench: Bench) -> dict[str, Any]:
         raise Cannot("one device: nothing to compare; on the CPU CPU_NUM_DEVICES=4 makes four")
     options = "--num_epochs=1 --log_every=1 --matmul_precision=highest --seed=3 --learning_rate=2e-3 --warmup_steps=10"
     names = {"one device": "simple_mnist_tpu.py", "all devices": "distributed_mnist_tpu.py"}
-    one, many = (losses_of(bench, f"spmd {name}", script, options)[:20] for name, script in names.items())
-    difference = farthest(one, many)
-    hold(difference <= BAND, f"20 losses differ by up to {difference:.2g}, expected {BAND:g} at most")
-    return dict(largest_difference=difference, allowed=BAND, devices=bench.machine.num_devices)
+    runs = [bench.train(f"spmd {name}", script, options) for name, script in names.items()]
+    one, many = (losses_in(lines)[:20] for _, lines in runs)
+    return compare(one, many, BAND) | {"devices": bench.machine.num_devices}
 
 
 def flash(bench: Bench) -> dict[str, Any]:
@@ -100,13 +91,9 @@ def flash(bench: Bench) -> dict[str, Any]:
     if bench.machine.device == "cpu":
         raise Cannot("the flash kernels run on TPU only")
     options = f"{TINY} --num_steps=20 --log_every=1 --sequence_length=256 --optimization_level=aggressive"
-    plain, kernels = (
-        losses_of(bench, f"flash {kind}", "transformer_tpu.py", f"{options} --attention={kind}")
-        for kind in ("plain", "flash")
-    )
-    difference = farthest(plain, kernels)
-    hold(difference <= FLASH_BAND, f"20 losses differ by up to {difference:.2g}, expected {FLASH_BAND:g} at most")
-    return dict(largest_difference=difference, allowed=FLASH_BAND)
+    names = {"flash plain": f"{options} --attention=plain", "flash flash": f"{options} --attention=flash"}
+    plain, kernels = (bench.train(name, "transformer_tpu.py", words)[1] for name, words in names.items())
+    return compare(losses_in(plain), losses_in(kernels), FLASH_BAND)
 
 
 def evaluation(bench: Bench) -> dict[str, Any]:

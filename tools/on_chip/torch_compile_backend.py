@@ -3,14 +3,14 @@
 Each returns figures, or raises TrainingError: not kept.
 """
 
+from functools import partial
 from typing import Any
 
-from tools.on_chip.bench import Bench, Cannot, hold, last_object, results_in
-from tools.on_chip.promises import TINY, farthest, resume
+from tools.on_chip.bench import Bench, Cannot, compare, hold, last_object, losses_in, results_in
+from tools.on_chip.promises import BAND, TINY, resume
 
 ROUNDED = 1e-2
 """Losses of 20 steps whose products are rounded to bfloat16, beside those of the CPU."""
-EXACT = 1e-5
 IMAGES = "--num_epochs=1 --log_every=1 --warmup_steps=2"
 DIGITS = f"{IMAGES} --dataset=synthetic --global_batch_size=200"
 LANGUAGE = f"{TINY} --num_steps=20 --log_every=1"
@@ -44,32 +44,12 @@ def losses_of(bench: Bench, name: str, script: str, options: str, device: str = 
     hold(
         graphs == (1, 1), f"{script} had {graphs[0]} graphs for training and {graphs[1]} for evaluation, expected 1, 1"
     )
-    return [line["loss"] for line in lines if line["kind"] == "train"]
+    return losses_in(lines)
 
 
-def beside_the_cpu(bench: Bench, name: str, script: str, options: str, allowed: float) -> dict[str, Any]:
+def beside_the_cpu(bench: Bench, name: str, script: str, options: str, allowed: float = ROUNDED) -> dict[str, Any]:
     own, cpu = (losses_of(bench, f"{name} {device}", script, options, device) for device in ("", "cpu"))
-    difference = farthest(own, cpu)
-    hold(difference <= allowed, f"{len(own)} losses differ by up to {difference:.2g}, expected {allowed:g} at most")
-    return dict(largest_difference=difference, allowed=allowed)
-
-
-def digits(bench: Bench) -> dict[str, Any]:
-    return beside_the_cpu(bench, "digits", "simple_mnist_tpu.py", DIGITS, ROUNDED)
-
-
-def digits_exact(bench: Bench) -> dict[str, Any]:
-    options = f"{DIGITS} --matmul_precision=highest"
-    return beside_the_cpu(bench, "digits exact", "simple_mnist_tpu.py", options, EXACT)
-
-
-def images(bench: Bench) -> dict[str, Any]:
-    options = f"{IMAGES} --depth=8 --width=8 --global_batch_size=500"
-    return beside_the_cpu(bench, "images", "resnet_cifar_tpu.py", options, ROUNDED)
-
-
-def language(bench: Bench) -> dict[str, Any]:
-    return beside_the_cpu(bench, "language", "transformer_tpu.py", LANGUAGE, ROUNDED)
+    return compare(own, cpu, allowed)
 
 
 def processes(bench: Bench) -> dict[str, Any]:
@@ -81,18 +61,17 @@ def processes(bench: Bench) -> dict[str, Any]:
     one, run_dir = losses_of(bench, "alone", "transformer_tpu.py", options), bench.run_dir("road processes")
     command = bench.training("transformer_tpu.py", f"{options} --mesh=1x{count}x1", run_dir)
     bench.child("road processes", ["-c", LAUNCH, "--standalone", f"--nproc_per_node={count}", *command])
-    many = [line["loss"] for line in results_in(run_dir)[1] if line["kind"] == "train"]
-    difference = farthest(one, many)
-    hold(difference <= EXACT, f"{len(one)} losses differ by up to {difference:.2g}, expected {EXACT:g} at most")
-    return dict(largest_difference=difference, allowed=EXACT, devices=count)
+    return compare(one, losses_in(results_in(run_dir)[1]), BAND) | {"devices": count}
 
 
+MNIST = partial(beside_the_cpu, script="simple_mnist_tpu.py")
+CIFAR = partial(beside_the_cpu, script="resnet_cifar_tpu.py")
 TORCH_COMPILE = dict(
     device=find,
-    digits=digits,
-    digits_exact=digits_exact,
-    images=images,
-    language=language,
+    digits=partial(MNIST, name="digits", options=DIGITS),
+    digits_exact=partial(MNIST, name="digits exact", options=f"{DIGITS} --matmul_precision=highest", allowed=BAND),
+    images=partial(CIFAR, name="images", options=f"{IMAGES} --depth=8 --width=8 --global_batch_size=500"),
+    language=partial(beside_the_cpu, name="language", script="transformer_tpu.py", options=LANGUAGE),
     processes=processes,
     resume=resume,
 )

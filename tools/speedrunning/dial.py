@@ -53,7 +53,7 @@ class Plan:
 
 def power_of_two(value: float, least: int, most: int) -> int:
     """The largest that is not above value, between two powers of two."""
-    return min(most, max(least, 1 << max(0, int(math.log2(max(1.0, value))))))
+    return min(most, max(least, 1 << int(math.log2(max(1.0, value)))))
 
 
 def model_of(depth: int, vocab_size: int) -> dict[str, Any]:
@@ -116,6 +116,6 @@ def files_of(path: Path) -> list[Path]:
     return sorted(f for f in path.rglob("*") if f.is_file() and not is_hidden(str(f.relative_to(path))))
 
 
-def bytes_of(paths: list[Path]) -> int:
+def bytes_of(path: Path) -> int:
     """Total size of the files of a text."""
-    return sum(file.stat().st_size for path in paths for file in files_of(path))
+    return sum(file.stat().st_size for file in files_of(path))

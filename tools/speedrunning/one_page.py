@@ -1,6 +1,5 @@
 """report.md and report.png of a speedrun, from what its stages left on disk."""
 
-import io
 import math
 from pathlib import Path
 
@@ -9,16 +8,12 @@ from matplotlib.figure import Figure
 from language.data.entries import matching
 from language.data.llmc_files import open_token_shard
 from language.data.text import read_documents, split_documents
+from tools.plot_run import save
 from tools.speedrunning.dial import Plan
 from tools.speedrunning.price import Price, lines_of_price
 from tpu_utils.base.writing import write_atomically
 from tpu_utils.options.environment import attached_chips
-from tpu_utils.record.records import read_records
-
-
-def curve(records: list[dict], kind: str, name: str) -> tuple[list[int], list[float]]:
-    found = [(one["step"], one[name]) for one in records if one["kind"] == kind and name in one]
-    return [step for step, _ in found], [value for _, value in found]
+from tpu_utils.record.records import read_curves, read_records
 
 
 def tokens_per_byte(folder: Path, text: Path, plan: Plan) -> float:
@@ -26,10 +21,6 @@ def tokens_per_byte(folder: Path, text: Path, plan: Plan) -> float:
     _, held_out = split_documents(read_documents(text))
     shards = matching(folder / "shards" / "text_val_*.bin")
     return sum(len(open_token_shard(path, plan.vocab_size)) for path in shards) / sum(map(len, held_out))
-
-
-def bits_per_byte(nats_per_token: float, tokens_in_a_byte: float) -> float:
-    return nats_per_token * tokens_in_a_byte / math.log(2)
 
 
 def block(title: str, text: str) -> list[str]:
@@ -40,15 +31,16 @@ def write_report(
     folder: Path, text: Path, plan: Plan, stages: dict[str, dict], questions: list[str], price: Price | None
 ) -> str:
     """Writes report.png, then report.md, whose text is returned. questions: of the chat."""
-    logs = {name: read_records(folder / name / "metrics.jsonl") for name in ("pretrained", "finetuned")}
-    runs = {name: [record for _, _, record in records if record] for name, records in logs.items()}
-    losses = {name: curve(records, "eval", "validation_loss") for name, records in runs.items()}
+    fields = {"loss": 0, "validation_loss": 0}
+    runs = {name: read_curves(folder / name / "metrics.jsonl", fields) for name in ("pretrained", "finetuned")}
+    losses = {name: curves["eval", "validation_loss"] for name, curves in runs.items()}
     share = tokens_per_byte(folder, text, plan)
-    bits = bits_per_byte(losses["pretrained"][1][-1], share)
+    bits = losses["pretrained"][1][-1] * share / math.log(2)
     scored = [name for name in stages if name.startswith("evaluate_")]
     answers = stages["chat"]["printed"].split("\n---\n", len(questions) - 1)  # as tools.generate divides them
-    samples = [one for one in runs["pretrained"] if one["kind"] == "sample"]
-    draw(folder, runs, losses, share, {name: stage["seconds"] for name, stage in stages.items()}, price)
+    logged = (record for _, _, record in read_records(folder / "pretrained" / "metrics.jsonl"))
+    samples = [record for record in logged if record and record["kind"] == "sample"]
+    draw(folder, runs, share, {name: stage["seconds"] for name, stage in stages.items()}, price)
     lines = [
         f"# Speedrun, depth {plan.depth}",
         "",
@@ -86,16 +78,17 @@ def write_report(
     return page
 
 
-def draw(folder: Path, runs: dict, losses: dict, share: float, seconds: dict[str, float], price: Price | None) -> None:
+def draw(folder: Path, runs: dict, share: float, seconds: dict[str, float], price: Price | None) -> None:
     """Panels: pre-training in bits per byte, fine-tuning, seconds of each stage, and where a price is known dollars."""
     money = bool(price and price.dollars)
     figure = Figure(figsize=(16 if money else 12, 3.8), layout="constrained")
     axes = figure.subplots(1, 4 if money else 3)
     for panel, (name, title) in zip(axes, (("pretrained", "pre-training"), ("finetuned", "chats")), strict=False):
-        steps, values = curve(runs[name], "train", "loss")
         scale = share / math.log(2) if name == "pretrained" else 1.0
-        panel.plot(steps, [value * scale for value in values], label="training")
-        panel.plot(losses[name][0], [value * scale for value in losses[name][1]], "o-", label="held out")
+        steps, values = runs[name]["train", "loss"]
+        panel.plot(steps, values * scale, label="training")
+        steps, values = runs[name]["eval", "validation_loss"]
+        panel.plot(steps, values * scale, "o-", label="held out")
         panel.set(title=title, xlabel="step", ylabel="bits per byte" if scale != 1.0 else "nats per token of answers")
         panel.legend()
     draw_bars(axes[2], seconds, "{:.0f} s", "where the time went, here", "seconds")
@@ -107,9 +100,7 @@ def draw(folder: Path, runs: dict, losses: dict, share: float, seconds: dict[str
             title = "where the money went"
         title += f"\n{price.chips} chips of {price.topology}, ${price.dollars:g} an hour each"
         draw_bars(axes[3], dollars, "${:.2f}", title, "dollars")
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=110)
-    write_atomically(folder / "report.png", picture.getvalue())
+    save(figure, folder / "report.png")
 
 
 def draw_bars(axes, values: dict[str, float], label: str, title: str, unit: str) -> None:

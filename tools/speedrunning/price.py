@@ -24,22 +24,6 @@ KEPT = ("fits", "reason", "predicted_ms", "predicted_ms_all_hidden", "settings",
 """Fields of a report that are kept."""
 TRAININGS = ("pretrain", "finetune")
 ROWS_OF_A_DEVICE = 16  # each 2,048 tokens, at a time
-PUBLISHED = (
-    ("nanochat d20, 8 H100", 4.0, 96.0, "its README of January 2026: about 4 hours at $24, the whole speedrun"),
-    ("nanochat d24, 8 H100", 3.04, 73.0, "its leaderboard, row 1, 348fbb3: pre-training; $24 an hour"),
-    ("nanochat d24, 8 H100", 1.65, 39.6, "its leaderboard, row 6, a825e63: ratio 8, fp8; $24 an hour"),
-    ("nanochat-jax d24, v6e-8", 5.0, None, "karpathy/nanochat issue 284, tucan9389: pre-training"),
-)
-"""What it is, hours, dollars, where it says so. None: no price is given there."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step of a training, as the TPU compiler sees it."""
-
-    milliseconds: float
-    """Predicted, with what nothing hides of communication."""
-    memory: str
 
 
 @dataclass(frozen=True)
@@ -50,7 +34,8 @@ class Price:
     chips: int
     dollars: float
     """An hour and chip. 0: unknown."""
-    steps: dict[str, Step]
+    steps: dict[str, str]
+    """What the compiler says of one step: predicted milliseconds, with what nothing hides of communication; memory."""
     seconds: dict[str, float]
     """Seconds of each training, counting its steps alone."""
     changes: dict[str, Any]
@@ -111,9 +96,10 @@ def ask_compiler(
     """
     script = ["aot_tpu.py", "transformer_tpu.py", "--topology", topology, "--json"]
     searched = ["--search", "--minutes", f"{minutes:g}"] if minutes else []
-    asked = parse_topology(topology)
+    counts = dict(pretrain=plan.steps, finetune=plan.chat_steps)
     changes = {}
     steps = {}
+    seconds = {}
     for name, stage in stages.items():
         if name == "pretrain":
             found = ask(stage, [*script, *question_of(stage), *searched], folder)
@@ -126,16 +112,10 @@ def ask_compiler(
                 f"{name} of depth {plan.depth} does not fit {topology}: {found['reason']}; choose a larger slice"
             )
         memory = f"{found['peak_bytes'] / 2**30:.2f} of {found['limit_bytes'] / 2**30:.2f} GiB"
-        steps[name] = Step(found["predicted_ms_all_hidden"] or found["predicted_ms"], memory)
-    counts = dict(pretrain=plan.steps, finetune=plan.chat_steps)
-    return Price(
-        topology=topology,
-        chips=asked.num_chips,
-        dollars=dollars,
-        steps=steps,
-        seconds={name: counts[name] * step.milliseconds / 1e3 for name, step in steps.items()},
-        changes=changes,
-    )
+        milliseconds = found["predicted_ms_all_hidden"] or found["predicted_ms"]
+        steps[name] = f"predicted, {milliseconds:.4g} ms a step, {memory}"
+        seconds[name] = counts[name] * milliseconds / 1e3
+    return Price(topology, parse_topology(topology).num_chips, dollars, steps, seconds, changes)
 
 
 def changes_of(settings: dict[str, Any], stage: Stage) -> dict[str, Any]:
@@ -154,14 +134,11 @@ def with_changes(options: list[str], changes: dict[str, Any]) -> list[str]:
 
 
 def lines_of_price(price: Price) -> list[str]:
-    """A table of Markdown: the trainings, and what is published beside them."""
+    """A table of Markdown: the trainings."""
     found = ", ".join(f"{name} {value}" for name, value in price.changes.items())
     rows = [f"found by a search for {price.topology}: {found}", ""] if found else []
     rows += ["| | hours | dollars | from |", "|---|---|---|---|"]
     for name, seconds in price.seconds.items():
         cost = f"{price.dollars_of(seconds):.2f}" if price.dollars else "-"
-        what = f"predicted, {price.steps[name].milliseconds:.4g} ms a step, {price.steps[name].memory}"
-        rows.append(f"| {name} on {price.topology} | {seconds / 3600:.3f} | {cost} | {what} |")
-    for name, hours, dollars, source in PUBLISHED:
-        rows.append(f"| {name} | {hours} | {'-' if dollars is None else f'{dollars:.0f}'} | {source} |")
+        rows.append(f"| {name} on {price.topology} | {seconds / 3600:.3f} | {cost} | {price.steps[name]} |")
     return rows

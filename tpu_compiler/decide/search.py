@@ -205,7 +205,7 @@ def memory_savers(r: Report) -> list[tuple[str, str]]:
     elif settings.get("offload") == "nothing":
         found.append(("what that keeps in the host's memory", "--offload=products"))
     if settings.get("loss_parts") == 1:
-        found.append(("logits of an eighth of each sequence", "--loss_parts=8"))
+        found.append(("logits of an eighth of the vocabulary", "--loss_parts=8"))
     if settings.get("int8") is False:
         found.append(("matrices in int8", "--int8"))
     if settings.get("devices") == "one" and parse_topology(r.topology).num_devices > 1:

@@ -15,6 +15,9 @@ MATRIX_SHARE = 0.80
 """Matrix products in steps of Qwen3 8B: 0.79 and 0.82, Llama 3 8B 0.77; one product of XLA's alone 0.81."""
 MEMORY_SHARE = 0.65
 """Elementwise operations, sums and copies in the same steps: 0.71, 0.64 and 0.56; RMSNorm alone 0.85."""
+SPARSE_CORE_SHARE = 0.5
+"""A collective of v6e's SparseCore, beside one of the TensorCore. So a step of Qwen3 8B of 2 x 2,048 tokens, which took
+103 ms more with collectives there, takes 63 more; one of 4 x 8,192 tokens, which took 83 ms less, 78 less."""
 KERNEL_SHARES = {"forward": 0.70, "fwd": 0.70, "backward": 0.82, "dkv": 0.82, "dq": 0.82}
 """Splash attention, heads of 128, 8,192 tokens: the share of what its products take where nothing else is done."""
 
@@ -30,10 +33,11 @@ def corner_share(topology: Topology) -> float:
     return links / (2 * axes) or 1.0
 
 
-def link_share(kind: str, topology: Topology) -> float:
-    """The share of its links that a kind of collective has. A reduce-scatter of libtpu is an all-reduce and a slice: in
-    eight steps of Qwen3 8B on v6e-8 it took 142 to 198 ms, half by 149; all-reduces at a corner's share need 122."""
-    return corner_share(topology) / (2 if kind == "reduce-scatter" else 1)
+def link_share(kind: str, topology: Topology, on_sparse_core: bool) -> float:
+    """The share of its links that a collective has. A reduce-scatter of libtpu is an all-reduce and a slice: in eight
+    steps of Qwen3 8B on v6e-8 it took 142 to 198 ms, half by 149; all-reduces at a corner's share need 122."""
+    share = corner_share(topology) / (2 if kind == "reduce-scatter" else 1)
+    return share * SPARSE_CORE_SHARE if on_sparse_core and topology.generation == "v6e" else share
 
 
 def with_prices(text: str, topology: Topology) -> str:

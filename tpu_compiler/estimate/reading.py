@@ -276,7 +276,7 @@ def collectives_in(
     """Channels of the collectives that an operation is a piece of: itself, or inside what it calls."""
     found = {channel_of(operation)} if operation.base in COLLECTIVES else set()
     # async-start: a computation that another core runs meanwhile, such as the SparseCore
-    inside = operation.kind in ("fusion", "async-start", "custom-call") and called_by(operation, computations)
+    inside = operation.kind in ("fusion", "async-start", "custom-call", "call") and called_by(operation, computations)
     for called, _ in inside or ():
         for inner in computations.get(called, ()) if called not in seen else ():
             found |= collectives_in(inner, computations, seen | {called})

@@ -16,11 +16,11 @@ from tpu_utils.base.hardware import Topology
 
 LINKS = "links"
 """All links of a device to its neighbours, together. The others are "to host" and "from host"."""
-LinkShare = Callable[[str, Topology], float]
-"""The share of the links' bandwidth that a kind of collective has on a slice."""
+LinkShare = Callable[[str, Topology, bool], float]
+"""The share of the links' bandwidth that a kind of collective has on a slice; whether the SparseCore runs it."""
 
 
-def all_links(kind: str, topology: Topology) -> float:
+def all_links(kind: str, topology: Topology, on_sparse_core: bool) -> float:
     return 1.0
 
 
@@ -36,6 +36,17 @@ def read_host_transfers(computations: dict[str, list[Operation]]) -> dict[str, d
                 total["count"] += times
                 total["bytes"] += times * size
     return totals
+
+
+def seconds_on_links(
+    computations: dict[str, list[Operation]], topology: Topology, num_devices: int, link_share: LinkShare
+) -> dict[str, tuple[int, float]]:
+    """{channel of a collective: (times it runs in a step, seconds that one takes at least)}."""
+    found = {}
+    for operation, kind, times, _, size in list_collectives(computations, num_devices):
+        share = link_share(kind, topology, "DEVICE_TYPE_SPARSECORE" in operation.line)
+        found[channel_of(operation)] = times, size / (share * topology.hardware.link_gb_per_s) / 1e9
+    return found
 
 
 def exposed_ms(
@@ -57,9 +68,8 @@ def _step_seconds(
 ) -> float:
     """Seconds of a step, waiting included; without any transfer where num_devices is 0."""
     hardware = topology.hardware
-    sent = {}  # seconds by collective
-    for operation, kind, *_, size in list_collectives(computations, num_devices) if num_devices else ():
-        sent[channel_of(operation)] = size / (link_share(kind, topology) * hardware.link_gb_per_s) / 1e9
+    on_links = seconds_on_links(computations, topology, num_devices, link_share) if num_devices else {}
+    sent = {channel: seconds for channel, (_, seconds) in on_links.items()}
     bodies = {}
     owner = {}  # of a collective: callers stand last, and what starts there may have pieces in the loops it runs beside
     for name, _, operations in scheduled(computations):

@@ -10,10 +10,11 @@ import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from tpu_utils.base.errors import InputError
 
+Field = TypeVar("Field")
 KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a FIFO",
@@ -94,10 +95,8 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The path below folder of a name that came from elsewhere: an object of a bucket, an entry of a list.
-
-    Raises ValueError for a name that could lead out of the folder, by its parts or by a symbolic link on the way.
-    """
+    """The path below folder of a name that came from elsewhere: an object of a bucket, an entry of a list. Raises
+    ValueError for a name that could lead out of the folder, by its parts or by a symbolic link on the way."""
     parts = name.split("/")
     if not all(re.fullmatch(r"[\w.-]{1,200}", part, re.ASCII) and part.strip(".") for part in parts):
         raise ValueError(f"{name[:200]!r} is no name inside a folder")
@@ -110,6 +109,16 @@ def inside(folder: Path, name: str) -> Path:
 def read_json(path: Path, expected: str, max_bytes: int = 1 << 20) -> dict[str, Any]:
     """The JSON object in a file of at most max_bytes. Raises InputError for anything else."""
     return parse_object(read_regular(path, expected, max_bytes), str(path), expected)
+
+
+def field_in(path: Path, name: str, kind: type[Field]) -> Field | None:
+    """What the JSON object in a file of a run has by this name. None where the file is absent or damaged, which will be
+    written again, or the value is of another kind."""
+    try:
+        found = read_json(path, "a JSON object").get(name)
+    except InputError:
+        return None
+    return found if type(found) is kind else None
 
 
 def parse_object(content: bytes, name: str, expected: str) -> dict[str, Any]:

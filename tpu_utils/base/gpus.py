@@ -59,9 +59,7 @@ def cuda_version() -> str:
 
 def gpu_or_cpu(chosen: str, compiler: str, environment: Mapping[str, str]) -> str:
     """The device where there is no TPU: "gpu" or "cpu" of "auto", and what else was chosen. compiler: of --compile.
-
-    Raises InputError where torch_xla is installed, which has neither, DeviceError for a GPU that is not there.
-    """
+    Raises InputError where torch_xla is installed, which has neither, DeviceError for a GPU that is not there."""
     if chosen == "auto" and compiler == "auto" and not has_gpu(environment):
         return "cpu"
     by_xla = find_spec("torch_xla") is not None

@@ -92,9 +92,7 @@ class Topology:
 
 def parse_topology(name: str) -> Topology:
     """v5litepod-8, v5e-8, v6e-8, v4-8, v5p-8, tpu7x-8 (these three count cores), v5e:4x4, 2xv5litepod-16 -> Topology.
-
-    Raises ValueError with what was found, what is accepted, and the nearest size that exists.
-    """
+    Raises ValueError with what was found, what is accepted, and the nearest size that exists."""
     accepted = "v5litepod-8, v6e-8, v4-8, v5p-8, tpu7x-8, v5e:4x4, or 2xv5litepod-16 for two slices"
     kinds = r"(v5litepod|v\d+[ep]?|tpu7x)"
     match = re.fullmatch(rf"(?:(\d+)x)?{kinds}(?:-(\d+)|:(\d+(?:x\d+){{1,2}}))", name.strip().lower())
@@ -107,24 +105,16 @@ def parse_topology(name: str) -> Topology:
     hardware, num_slices = GENERATIONS[generation], int(match[1] or 1)
     shapes = SHAPES_3D if hardware.cores_in_name == 2 else SHAPES_2D
     shapes = {1: "1x1x1"} | shapes if hardware.devices_per_chip == 2 else shapes  # a chip alone is rented too
-    if match[4]:
-        shape = tuple(map(int, match[4].split("x")))
-        known = list(shapes.values())
-        if "x".join(map(str, shape)) not in known:
-            chips = math.prod(shape)
-            nearest = min(shapes, key=lambda n: abs(n - chips))
-            raise ValueError(
-                f"topology {name!r}: no {match[4]} slice of {generation}; expected one of {', '.join(known)}; "
-                f"nearest is {generation}:{shapes[nearest]}"
-            )
-        return Topology(name, generation, shape, num_slices)
-    chips, cores = divmod(int(match[3]), hardware.cores_in_name)
-    if cores or chips not in shapes:
-        sizes = [n * hardware.cores_in_name for n in shapes]
-        nearest = min(sizes, key=lambda n: abs(n - int(match[3])))
-        unit = "cores" if hardware.cores_in_name == 2 else "chips"
+    asked = "x".join(str(int(number)) for number in (match[4] or match[3]).split("x"))
+    each = 1 if match[4] else hardware.cores_in_name
+    sizes = {shape if match[4] else str(chips * each): shape for chips, shape in shapes.items()}
+    if asked not in sizes:
+        number = math.prod(map(int, asked.split("x")))
+        nearest = min(shapes, key=lambda chips: abs(chips * each - number))
+        unit = "" if match[4] else " cores" if hardware.cores_in_name == 2 else " chips"
+        exists = f"{generation}:{shapes[nearest]}" if match[4] else f"{match[2]}-{nearest * each}"
         raise ValueError(
-            f"topology {name!r}: no {generation} slice of {match[3]} {unit}; expected one of "
-            f"{', '.join(map(str, sizes))}; nearest is {match[2]}-{nearest}"
+            f"topology {name!r}: no {generation} slice of {asked}{unit}; expected one of {', '.join(sizes)}; "
+            f"nearest is {exists}"
         )
-    return Topology(name, generation, tuple(map(int, shapes[chips].split("x"))), num_slices)
+    return Topology(name, generation, tuple(map(int, sizes[asked].split("x"))), num_slices)

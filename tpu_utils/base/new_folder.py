@@ -58,9 +58,7 @@ def written_aside(target: Path) -> Iterator[Path]:
 
 def write_together(folder: Path, contents: dict[str, bytes]) -> None:
     """Files of a folder, in place of earlier ones: all, or none where the disk lacks room. The first one comes last.
-
-    Raises InputError where another process writes into the folder.
-    """
+    Raises InputError where another process writes into the folder."""
     is_new, aside = not folder.exists(), folder / ".writing"
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder, os.O_RDONLY)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Goodput:
     """Every second since the start belongs to exactly one phase; phases nest, and the inner one gets the time.
 
-    changes: how often a phase began or ended, which is what watch_for_stalls calls progress.
+    changes: how often its seconds were told apart, as at each begin and end; watch_for_stalls calls that progress.
     In a trace of --profile_steps a phase is an event on the host, `phase evaluation` and so on.
     """
 
@@ -43,25 +43,23 @@ class Goodput:
         now, cpu = time.perf_counter(), time.thread_time()
         self.seconds[self.current] = self.seconds.get(self.current, 0.0) + now - self._since
         self.busy += cpu - self._cpu if self.current == "step" else 0.0
-        self._since, self._cpu = now, cpu
+        self._since, self._cpu, self.changes = now, cpu, self.changes + 1
 
     def enter(self, name: str) -> None:
         """From here on, time that no inner phase takes belongs to this one."""
         self._settle()
-        self._stack, self.changes = [name], self.changes + 1
+        self._stack = [name]
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         self._settle()
         self._stack.append(name)
-        self.changes += 1
         try:
             with self._trace(f"phase {name}"):
                 yield
         finally:
             self._settle()
             self._stack.pop()
-            self.changes += 1
 
     def until_now(self, *phases: str) -> dict[str, float]:
         return {phase: round(self.seconds.get(phase, 0.0), 3) for phase in phases}
@@ -96,17 +94,17 @@ def watch_for_stalls(goodput: Goodput, stall_seconds: float) -> None:
 
 def _watch_for_stalls(ref: weakref.ref, stall_seconds: float) -> None:
     changes, since, told = None, time.monotonic(), False
-
-    def tell_over() -> None:
-        print(f"stall      over after {time.monotonic() - since:.0f} s", file=sys.stderr, flush=True)
-
-    while (goodput := ref()) is not None:
-        now, phase = time.monotonic(), goodput.current
-        if goodput.changes != changes:
-            if told:
-                tell_over()
+    while True:
+        goodput, now = ref(), time.monotonic()
+        moved = goodput is None or goodput.changes != changes  # None: the run has come to its end
+        if moved and told:
+            print(f"stall      over after {now - since:.0f} s", file=sys.stderr, flush=True)
+        if goodput is None:
+            return
+        if moved:
             changes, since, told = goodput.changes, now, False
-        del goodput
+        phase = goodput.current
+        del goodput  # while this sleeps the run may end
         limit = stall_seconds * (6 if phase in ("start_up", "restore", "compile") else 1)
         if now - since > limit and not told:
             told, hint = True, STALL_HINTS.get(phase, OTHER_STALL)
@@ -114,8 +112,6 @@ def _watch_for_stalls(ref: weakref.ref, stall_seconds: float) -> None:
             print(f"stall      {text} Where every thread stands:", file=sys.stderr, flush=True)
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         time.sleep(min(1, stall_seconds / 4))
-    if told:  # the run came to its end before this thread looked again
-        tell_over()
 
 
 class Peers:

@@ -1,7 +1,6 @@
 """The checkpoints of a run directory, written: atomic, checked, and nothing but data: safetensors and JSON.
 loading.py reads them."""
 
-import json
 import os
 import shutil
 import sys
@@ -15,21 +14,19 @@ import torch
 from tpu_utils import device
 from tpu_utils.base.errors import SaveError
 from tpu_utils.base.process import Peers
-from tpu_utils.base.writing import checksum_of, sync_folder, write_atomically
+from tpu_utils.base.writing import sync_folder
 from tpu_utils.checkpoint.state import (
-    FORMAT,
     INDEX_FILE,
-    LONGEST_HEADER,
     NAMES,
     WHOLE_FILE,
     Entry,
     HostCopy,
-    index_as_json,
+    StepFolders,
     kind_of,
-    num_bytes,
     step_folders,
-    steps_in,
     tensors_by_path,
+    write_index,
+    write_marker,
     write_tensors,
 )
 
@@ -37,7 +34,7 @@ if TYPE_CHECKING:
     from tpu_utils.remote.storage import Mirror
 
 
-class Checkpoints:
+class Checkpoints(StepFolders):
     """step_00001200/ with state.safetensors, a file of shards for each process that has some, their index state.json,
     and a `done` marker with the run, the step, and the size and CRC-32 of each file; the newest `keep` of them, and the
     best one where a run keeps it.
@@ -54,8 +51,7 @@ class Checkpoints:
     alike, on a folder that all of them see; where the mirror is of a bucket, on one that nobody else needs to see.
     """
 
-    no_room = "make room there, or move the run to a larger disk, and go on with --resume must"
-    """What to do about it."""
+    no_room = "make room there, or move the run to a larger disk, and go on with --resume must"  # what to do about it
 
     def __init__(
         self, folder: Path, keep: int, peers: Peers | None = None, mirror: "Mirror | None" = None, run_id: str = ""
@@ -79,22 +75,11 @@ class Checkpoints:
         if self._failure:  # the run ends with another error; this one must not go unsaid
             print(f"error: {self._failure}", file=sys.stderr)
 
-    def steps(self) -> list[int]:
-        """Steps with a complete checkpoint, oldest first."""
-        return steps_in(self.folder)
-
     def newest(self) -> int | None:
         """The step of the newest one, None without any. Waits for the save under way, whose failure is raised later.
         All processes must call it."""
-
-        def ended() -> int | None:
-            self._join()
-            return max(self.steps(), default=None)
-
-        return self._peers.from_first(ended)
-
-    def path(self, step: int) -> Path:
-        return self.folder / f"step_{step:08d}"
+        self._join()
+        return self._peers.from_first(lambda: max(self.steps(), default=None))
 
     def save(self, step: int, parts: dict[str, Any], values: dict[str, Any] | None = None) -> Path:
         """Copy, write and wait. Returns the folder written. Raises SaveError; the earlier checkpoints are intact."""
@@ -116,7 +101,8 @@ class Checkpoints:
         if odd := [f"{path} is {tensor.dtype}" for path, tensor in tensors.items() if tensor.dtype not in NAMES]:
             raise SaveError(f"{odd[0]}, which a checkpoint cannot hold; nothing was written; save it as another type")
         if not self._own_disk:
-            self._peers.from_first(lambda: self._check_space(step, num_bytes(tensors)))
+            in_all = sum(kind_of(tensor).num_bytes for tensor in tensors.values())  # each value once
+            self._peers.from_first(lambda: self._check_space(step, in_all))
         copy = copy_to_host(step, tensors, values or {}, first=self._marks)
         if self._own_disk:  # each process writes its own part there
             self._peers.on_all(lambda: self._check_space(step, self._room_for(copy)))
@@ -226,20 +212,13 @@ class Checkpoints:
         if self._mirror:
             self._mirror.wait()  # pruning must not take files away that are on their way up
         files[WHOLE_FILE] = write_tensors(aside / WHOLE_FILE, copy.whole)
-        index = {"format": FORMAT, "step": copy.step, "values": copy.values, "tensors": index_as_json(entries)}
-        content = json.dumps(index).encode()
-        if len(content) > LONGEST_HEADER:  # nobody would read it back
-            raise OSError(f"its index has {len(content):,} bytes, expected {LONGEST_HEADER:,} at most")
-        write_atomically(aside / INDEX_FILE, content)
-        with (aside / INDEX_FILE).open("rb") as file:
-            files[INDEX_FILE] = checksum_of(file)
-        marker = {"format": FORMAT, "run": self.run_id, "step": copy.step, "files": files}
+        files[INDEX_FILE] = write_index(aside, copy.step, copy.values, entries)
         sync_folder(aside)
         if target.exists():  # left unmarked by a kill, or of this run before it was resumed
             remove(target)
         aside.rename(target)
         sync_folder(self.folder)
-        write_atomically(target / "done", json.dumps(marker).encode())
+        write_marker(target, copy.step, self.run_id, files)
         self._prune(copy.step, copy.best)
         if self._mirror:
             self._mirror.send(target, self.keep, copy.best, elsewhere)

@@ -13,7 +13,7 @@ from tpu_utils.base.process import Peers
 from tpu_utils.base.writing import checksum_of
 from tpu_utils.checkpoint.saved import Saved, check_alike, one_thread, read_checkpoint, read_marker, sizes_of_files
 from tpu_utils.checkpoint.sharded_tensors import put_sharded
-from tpu_utils.checkpoint.state import kind_of, steps_in, tensors_by_path
+from tpu_utils.checkpoint.state import StepFolders, index_as_json, kind_of, tensors_by_path
 from tpu_utils.checkpoint.tensor_reading import parse_index
 from tpu_utils.device import is_sharded, put
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tpu_utils.remote.storage import Mirror
 
 
-class CheckpointReader:
+class CheckpointReader(StepFolders):
     """Reads checkpoints; from a bucket, the mirror fetches them. All processes must make the calls that say so."""
 
     def __init__(self, folder: Path, peers: Peers | None = None, mirror: "Mirror | None" = None, run_id: str = ""):
@@ -30,13 +30,6 @@ class CheckpointReader:
         self._peers = peers or Peers()
         self._mirror = mirror
         self.run_id = run_id
-
-    def steps(self) -> list[int]:
-        """Steps with a complete checkpoint, oldest first."""
-        return steps_in(self.folder)
-
-    def path(self, step: int) -> Path:
-        return self.folder / f"step_{step:08d}"
 
     def load_for_resume(self, resume: str) -> Saved | None:
         """The newest complete checkpoint; None when a new run is to begin. All processes must call it.
@@ -51,7 +44,8 @@ class CheckpointReader:
             saved = self.load(resume)
             if saved is None:
                 return None
-            found = {"step": saved.step, "run": saved.run_id, "values": saved.values, "tensors": saved.index()}
+            tensors = index_as_json(saved.entries)
+            found = {"step": saved.step, "run": saved.run_id, "values": saved.values, "tensors": tensors}
             if self._mirror:  # the others fetch what they need by these sums
                 found["files"] = read_marker(saved.folder)["files"]
             return found
@@ -97,10 +91,8 @@ class CheckpointReader:
         return None
 
     def load_best(self) -> Saved:
-        """The checkpoint of the best evaluation, as the newest one names it; for one process by itself.
-
-        Raises CheckpointError where there is none, or it is damaged: another one is never taken instead.
-        """
+        """The checkpoint of the best evaluation, as the newest one names it; for one process by itself. Raises
+        CheckpointError where there is none, or it is damaged: another one is never taken instead."""
         newest = self.load("must")
         best = newest.best()
         if best is None:
@@ -118,21 +110,17 @@ class CheckpointReader:
         wanted = tensors_by_path(parts)
         found = {path: entry.kind for path, entry in saved.entries.items() if path.split("/")[0] in parts}
         check_alike({path: kind_of(tensor) for path, tensor in wanted.items()}, found)
+        files = saved.files()
         with one_thread(), self._peers.patient():
-            self._fill(wanted, saved)
+            for path, tensor in wanted.items():
+                if saved.entries[path].shards and is_sharded(tensor):
+                    put_sharded(tensor, lambda piece, offsets, path=path: files.read_into(piece, path, offsets))
+                elif saved.entries[path].shards:
+                    put(tensor, files.read(path))
+                else:  # in a file that the first process alone may have
+                    kind, own = saved.entries[path].kind, self._peers.index == 0
+                    value = files.read(path) if own else torch.empty(kind.shape, dtype=kind.dtype)
+                    self._peers.tensor_from_first(value)
+                    put(tensor, value)
         if saved.fetch:  # another restore fetches it again
             shutil.rmtree(saved.folder, ignore_errors=True)
-
-    def _fill(self, wanted: dict[str, torch.Tensor], saved: Saved) -> None:
-        files = saved.files()
-        for path, tensor in wanted.items():
-            if saved.entries[path].shards and is_sharded(tensor):
-                put_sharded(tensor, lambda piece, offsets, path=path: files.read_into(piece, path, offsets))
-            elif saved.entries[path].shards:
-                put(tensor, files.read(path))
-            else:  # in a file that the first process alone may have
-                kind = saved.entries[path].kind
-                own = self._peers.index == 0
-                value = files.read(path) if own else torch.empty(kind.shape, dtype=kind.dtype)
-                self._peers.tensor_from_first(value)
-                put(tensor, value)

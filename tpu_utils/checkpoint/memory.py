@@ -8,7 +8,7 @@ It counts if metrics.jsonl has its line, with the token of the process that wrot
 back with one that the run has left behind, and from where the log has no lines nothing may go on.
 """
 
-import json
+import contextlib
 import os
 import secrets
 import shutil
@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpu_utils.base.errors import InputError, SaveError
-from tpu_utils.base.files import open_regular, read_json
+from tpu_utils.base.files import field_in, open_regular, read_json
 from tpu_utils.base.process import Peers
 from tpu_utils.base.restarts import memory_folder
-from tpu_utils.base.writing import checksum_of, sync_folder, write_atomically
+from tpu_utils.base.writing import checksum_of, sync_folder
 from tpu_utils.checkpoint import Checkpoints, remove
 from tpu_utils.checkpoint.saved import read_marker
 from tpu_utils.checkpoint.sharded_tensors import SHARED_FOLDER, shard_file, write_shards
-from tpu_utils.checkpoint.state import INDEX_FILE, LONGEST_HEADER, WHOLE_FILE, HostCopy, steps_in
+from tpu_utils.checkpoint.state import INDEX_FILE, LONGEST_HEADER, WHOLE_FILE, HostCopy, write_marker
 from tpu_utils.record.records import read_records
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tpu_utils.remote.wire import Link
 
 BLOCK = 1 << 22  # bytes that go to another machine at a time
-IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs", "unknown")
+IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs", "unknown")  # kinds of file systems
 
 
 class MemoryCheckpoints(Checkpoints):
@@ -43,19 +43,14 @@ class MemoryCheckpoints(Checkpoints):
     no_room = "give --save_memory_every 0, or another --memory_dir with room, and go on with --resume must"
 
     def __init__(self, run_dir: str, memory_dir: str, disk: Checkpoints):
-        """run_dir: as --run_dir names it. disk: the run's checkpoints there. All processes must make it.
-
-        Raises InputError, on all processes, where memory_dir is no folder, or ours in it may be another user's.
-        """
+        """run_dir: as --run_dir names it. disk: the run's checkpoints there. All processes must make it. Raises
+        InputError, on all processes, where memory_dir is no folder, or ours in it may be another user's."""
         super().__init__(memory_folder(run_dir, memory_dir), 1, disk._peers)
         self._disk, self._own_disk = disk, True
 
         def make() -> None:
             try:
-                Path(memory_dir).stat()
-                check_private(self.folder)
-                self.folder.mkdir(mode=0o700, exist_ok=True)
-                check_private(self.folder)  # another user may have been first; from here on it is ours
+                make_private(self.folder)
             except OSError as error:
                 raise InputError(
                     f"memory_dir {memory_dir}: {error.strerror}; expected a folder that is in memory, as /dev/shm is"
@@ -96,11 +91,8 @@ class MemoryCheckpoints(Checkpoints):
     # ----------------------------------------------------------------------------------------------------- written
 
     def _make(self, aside: Path, copy: HostCopy) -> None:
-        self.folder.mkdir(mode=0o700, exist_ok=True)
-        check_private(self.folder)
-        for left_by_a_kill in self.folder.glob(".writing_*"):
-            remove(left_by_a_kill)
-        aside.mkdir()
+        make_private(self.folder)
+        super()._make(aside, copy)
 
     def _prune(self, step: int, best: int | None) -> None:
         """Not yet: another machine may not have this one whole. keep_newest() does."""
@@ -185,13 +177,9 @@ class MemoryCheckpoints(Checkpoints):
         """What the first process knows: the newest step on disk, and {step: token} of newer checkpoints in memory. A
         step whose line a run has dropped again, because the checkpoint was damaged, is not on disk."""
         log = self._disk.folder.parent / "metrics.jsonl"
-        tokens = {}
-        logged = set()
-        for _, _, line in read_records(log) if log.exists() else ():
-            if line and line["kind"] == "checkpoint":
-                tokens[line["step"]] = line.get("memory")
-                logged.add(line["step"])
-        newest = max((step for step in steps_in(self._disk.folder) if step in logged), default=0)
+        lines = (line for _, _, line in read_records(log)) if log.exists() else ()
+        tokens = {line["step"]: line.get("memory") for line in lines if line and line["kind"] == "checkpoint"}
+        newest = max((step for step in self._disk.steps() if step in tokens), default=0)
         return newest, {str(step): token for step, token in tokens.items() if token and step > newest}
 
     def _found(self, step: int, token: str | None, newest: int) -> dict[str, Any] | None:
@@ -220,9 +208,7 @@ class MemoryCheckpoints(Checkpoints):
 
     def _put(self, step: int, marker: dict[str, Any], givers: dict[str, int]) -> None:
         """givers: by file, the process that puts it there. The marker comes last, as with every checkpoint."""
-        disk = self._disk
-        mirror = self._disk._mirror
-        index = self._peers.index
+        disk, mirror, index = self._disk, self._disk._mirror, self._peers.index
         target, aside = disk.path(step), disk.folder / f".writing_{step:08d}"
         folder = target if mirror else aside
 
@@ -260,7 +246,7 @@ class MemoryCheckpoints(Checkpoints):
             if not mirror:
                 aside.rename(target)
                 sync_folder(disk.folder)
-            write_atomically(target / "done", json.dumps({**marker, "run": disk.run_id}).encode())
+            write_marker(target, step, disk.run_id, marker["files"])
             if mirror:
                 mirror.put(target / "done")
 
@@ -271,11 +257,11 @@ def open_memory(config: "TrainConfig", run_dir: str, disk: Checkpoints) -> tuple
     """(where this run keeps its checkpoints in memory, None with --save_memory_every 0; the step of one that was found
     there, or where the run kept them before, and is on disk now). All processes must call it."""
     # hosts may have memory_dirs of their own; config.json has that of the first, which says whether the run has moved
-    before = disk._peers.from_first(lambda: former_memory_dir(disk.folder.parent))
+    before = disk._peers.from_first(lambda: field_in(disk.folder.parent / "config.json", "memory_dir", str) or "")
     moved = disk._peers.from_first(lambda: before not in ("", config.memory_dir))
     step = kept = None
     for place, keeps in [*[(before, False)] * moved, (config.memory_dir, config.save_memory_every > 0)]:
-        if not (keeps or any(disk._peers.gather(is_own(memory_folder(run_dir, place))))):
+        if not (keeps or any(disk._peers.gather(is_private(memory_folder(run_dir, place))))):
             continue
         memory = MemoryCheckpoints(run_dir, place, disk)
         found = memory.bring_to_disk()
@@ -285,15 +271,6 @@ def open_memory(config: "TrainConfig", run_dir: str, disk: Checkpoints) -> tuple
         else:
             memory.clear()
     return kept, step
-
-
-def former_memory_dir(run_dir: Path) -> str:
-    """What its config.json says of the start before this one; "": it says nothing."""
-    try:
-        found = read_json(run_dir / "config.json", "the options of a run").get("memory_dir")
-    except InputError:  # absent, or damaged: it is written again
-        return ""
-    return found if isinstance(found, str) else ""
 
 
 def _givers(held: list[dict[str, Any]]) -> dict[str, int] | None:
@@ -307,34 +284,29 @@ def _givers(held: list[dict[str, Any]]) -> dict[str, int] | None:
     return None
 
 
-def check_private(folder: Path) -> None:
-    """Raises InputError for a folder that is there and may hold what another user has written."""
-    try:
+def make_private(folder: Path) -> None:
+    """Raises InputError where it is there already, and may hold what another user has written; OSError."""
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    if not is_private(folder):
         status = folder.lstat()
-    except FileNotFoundError:
-        return
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise InputError(
             f"{folder} is of user {status.st_uid} and has mode {status.st_mode & 0o7777:o}; expected a folder of this "
             "user alone (mode 700); remove it, or name another --memory_dir"
         )
 
 
-def is_own(folder: Path) -> bool:
-    """Whether it is there and no other user can have written what it holds."""
-    try:
-        check_private(folder)
-    except InputError:
+def is_private(folder: Path) -> bool:
+    """Whether it is there, a folder, and no other user can have written what it holds."""
+    if not os.path.lexists(folder):
         return False
-    return folder.is_dir()
+    status = folder.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
 
 def kind_of_files(folder: Path) -> str:
-    """The kind of file system that a folder is on, as Linux names it; "unknown" elsewhere."""
-    try:
-        lines = Path("/proc/self/mounts").read_text().splitlines()
-    except OSError:
-        return "unknown"
+    """The kind of file system that a folder is on, as Linux names it."""
+    lines = Path("/proc/self/mounts").read_text().splitlines()
     kinds = {line.split()[1]: line.split()[2] for line in lines}  # the last mount at a place is the one that is seen
     found = folder.resolve()
     return next((kinds[str(path)] for path in (found, *found.parents) if str(path) in kinds), "unknown")

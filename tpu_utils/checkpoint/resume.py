@@ -1,13 +1,12 @@
 """Where a resumed run begins: after the step of a checkpoint, which must be of the same run."""
 
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tpu_utils.base.errors import CheckpointError, InputError
-from tpu_utils.base.files import read_json
+from tpu_utils.base.files import field_in
 from tpu_utils.base.process import Peers
 from tpu_utils.checkpoint.loading import CheckpointReader
 from tpu_utils.checkpoint.state import Beginning
@@ -52,7 +51,9 @@ def find_beginning(
     best = saved.best() if config.keep_best else None
     if best and not peers.from_first(lambda: best["step"] in reader.steps()):
         best = None  # removed by hand
-    finished = saved.step == num_steps and peers.from_first(lambda: is_finished(run_dir.folder, num_steps))
+    # the last thing that a run writes is summary.json
+    ended_at = peers.from_first(lambda: field_in(run_dir.folder / "summary.json", "steps", int))
+    finished = saved.step == ended_at == num_steps
     evaluation = {name: n for name, n in saved.value("evaluation", dict).items() if type(n) in (int, float)}
     restore = partial(reader.restore, saved)
     if hasattr(batches, "seek"):
@@ -99,11 +100,3 @@ def check_length(config: "TrainConfig", num_steps: int, before: int, done: int) 
             f"old {option}, or start anew in another --run_dir; runs with scheduler constant or step, or with wsd "
             f"before its decay, can be made longer{here}"
         )
-
-
-def is_finished(run_dir: Path, num_steps: int) -> bool:
-    """Whether a run of so many steps has come to its end: the last thing it writes is summary.json."""
-    try:
-        return read_json(run_dir / "summary.json", "the summary of a run").get("steps") == num_steps
-    except InputError:  # absent, or damaged: it is written again
-        return False

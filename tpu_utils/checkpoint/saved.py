@@ -1,6 +1,7 @@
 """A checkpoint in its folder: every byte is checked, then its tensors are read on demand."""
 
 import contextlib
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,24 +10,15 @@ from typing import Any
 
 import torch
 
-from tpu_utils.base.errors import CheckpointError, DamagedCheckpoint
+from tpu_utils.base.errors import CheckpointError, DamagedCheckpoint, InputError
 from tpu_utils.base.files import file_size, open_regular, parse_json, read_regular
 from tpu_utils.base.writing import checksum_of
-from tpu_utils.checkpoint.state import (
-    FORMAT,
-    INDEX_FILE,
-    LONGEST_HEADER,
-    WHOLE_FILE,
-    Entry,
-    Kind,
-    index_as_json,
-    step_of_folder,
-)
+from tpu_utils.checkpoint.state import FORMAT, INDEX_FILE, LONGEST_HEADER, WHOLE_FILE, Entry, Kind, step_of_folder
 from tpu_utils.checkpoint.tensor_reading import TensorFiles, check_files, parse_index
-from tpu_utils.record.best import BEST_IS_LARGEST
 
-LAST_WITH_FORMAT_1 = "37bab4b"
-"""The commit of this project that still reads it."""
+BEST_IS_LARGEST = {"accuracy": True, "validation_loss": False}
+"""Evaluations are compared by the first of these fields that they have; True: the largest value is the best."""
+LAST_WITH_FORMAT_1 = "37bab4b"  # the commit of this project that still reads it
 
 
 @contextlib.contextmanager
@@ -56,9 +48,6 @@ class Saved:
     def files(self) -> TensorFiles:
         return TensorFiles(self.folder, self.entries, self.fetch)
 
-    def index(self) -> dict[str, Any]:
-        return index_as_json(self.entries)
-
     def value(self, name: str, kind: type) -> Any:
         """One of the values. Raises CheckpointError when there is none of this kind."""
         if not isinstance(self.values.get(name), kind):
@@ -69,10 +58,8 @@ class Saved:
         return self.values[name]
 
     def best(self) -> dict[str, Any] | None:
-        """The best evaluation up to this step, as better() gave it; None for a run that keeps none.
-
-        Raises CheckpointError for anything else.
-        """
+        """The best evaluation up to this step, as better() gave it; None for a run that keeps none. Raises
+        CheckpointError for anything else."""
         best = self.values.get("best")
         if best is None:
             return None
@@ -117,11 +104,9 @@ def read_checkpoint(folder: Path, run_id: str = "") -> Saved:
         for name, expected in marker["files"].items():
             with open_regular(folder / name, "a file of a checkpoint", follow=False) as file:
                 size = file_size(file)  # before all of it is read
-                sums = checksum_of(file) if size == expected["bytes"] else {"bytes": size}
-            for quantity, value in sums.items():
-                if value != expected[quantity]:
-                    said = f"its done marker says {expected[quantity]}"
-                    raise ValueError(f"{name} has other content: {quantity} is {value}, {said}")
+                found = checksum_of(file) if size == expected["bytes"] else {"bytes": size}
+            if found != expected:
+                raise ValueError(f"{name} has other content: {found}, its done marker says {expected}")
         index = _read_json(folder / INDEX_FILE)
         if type(index) is not dict or index.keys() != {"format", "step", "values", "tensors"}:
             raise ValueError(f"{INDEX_FILE} is no index of a checkpoint")
@@ -180,3 +165,21 @@ def check_alike(wanted: dict[str, Kind], found: dict[str, Kind]) -> None:
             f"the checkpoint is of another model: {'; '.join(changed[:3])}; give the options it was made with "
             "(and run the version of the scripts that made it), or start anew in another --run_dir"
         )
+
+
+def better(best: dict[str, Any] | None, step: int, fields: dict[str, float]) -> dict[str, Any] | None:
+    """The better of the best evaluation so far and this one: its step, the field that was compared, and its value.
+
+    Of equal values the earlier is the best; one that is not finite never is. Raises InputError without such a field.
+    """
+    name = next((name for name in BEST_IS_LARGEST if name in fields), None)
+    if name is None:
+        raise InputError(
+            f"keep_best needs an evaluation with {' or '.join(BEST_IS_LARGEST)}; found {', '.join(fields)}; log one of "
+            "the two, or give --no_keep_best"
+        )
+    value, sign = float(fields[name]), 1 if BEST_IS_LARGEST[name] else -1
+    known = best is not None and best["field"] == name
+    if not math.isfinite(value) or (known and sign * value <= sign * best["value"]):
+        return best
+    return {"step": step, "field": name, "value": value}

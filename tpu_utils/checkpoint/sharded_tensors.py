@@ -32,12 +32,6 @@ def shard_name(path: str, offsets: Iterable[int]) -> str:
     return f"{path}@{','.join(map(str, offsets))}"
 
 
-def shards_of(copy: HostCopy) -> dict[str, torch.Tensor]:
-    """The tensors in this process's file of shards."""
-    found = ((path, offsets, shard) for path, shards in copy.shards.items() for offsets, shard in shards.items())
-    return {shard_name(path, offsets): shard for path, offsets, shard in found}
-
-
 def own_shards(shards: list) -> dict[tuple[int, ...], torch.Tensor]:
     """Those of a tensor that this process writes, by offsets."""
     own = (unpadded(shard) for shard in shards if _is_mine(shard))
@@ -55,14 +49,6 @@ def unpadded(shard) -> tuple[tuple[int, ...], torch.Tensor]:
     return tuple(along.start for along in shard.indices), values
 
 
-def shards_by_path(copy: HostCopy, file: str) -> dict[str, list[dict[str, Any]]]:
-    """What this process has written to its file, as it stands in the index."""
-    return {
-        path: [{"file": file, "offsets": list(o), "shape": list(shard.shape)} for o, shard in shards.items()]
-        for path, shards in copy.shards.items()
-    }
-
-
 def write_shards(copy: HostCopy, aside: Path, target: Path, index: int, mirror: "Mirror | None") -> dict[str, Any]:
     """Write this process's shards. Returns file, checksums and index, or the problem: the others wait for it.
 
@@ -70,12 +56,16 @@ def write_shards(copy: HostCopy, aside: Path, target: Path, index: int, mirror: 
     """
     name, apart = shard_file(index), mirror and index > 0
     folder = target if apart else aside  # in the bucket the marker alone says what is complete
+    tensors, index_of_own = {}, {}
     try:
+        for path, shards in copy.shards.items():
+            tensors |= {shard_name(path, offsets): shard for offsets, shard in shards.items()}
+            index_of_own[path] = [{"file": name, "offsets": list(o), "shape": list(s.shape)} for o, s in shards.items()]
         if apart:
             folder.mkdir(parents=True, exist_ok=True)
         elif not folder.is_dir():
             return {"problem": f"process {index} sees no {folder}; {SHARED_FOLDER}"}
-        sums = write_tensors(folder / name, shards_of(copy))
+        sums = write_tensors(folder / name, tensors)
         if apart:
             mirror.put(folder / name)
     except Exception as error:  # whatever it is: the others wait to hear
@@ -83,7 +73,7 @@ def write_shards(copy: HostCopy, aside: Path, target: Path, index: int, mirror: 
     finally:
         if apart:
             shutil.rmtree(folder, ignore_errors=True)
-    return {"name": name, "sums": sums, "shards": shards_by_path(copy, name)}
+    return {"name": name, "sums": sums, "shards": index_of_own}
 
 
 def sharded_entries(copy: HostCopy, aside: Path, written: list[dict], elsewhere: dict[str, int]) -> dict[str, Entry]:

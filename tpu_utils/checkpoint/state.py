@@ -1,9 +1,11 @@
 """What a checkpoint holds: tensors of a training state by path, in host memory and in files of safetensors.
 An index in JSON says what is where. What is sharded over devices: sharded_tensors.py."""
 
+import json
 import math
 import os
 import re
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from tpu_utils import device
-from tpu_utils.base.writing import checksum_of
+from tpu_utils.base.writing import checksum_of, write_atomically
 
 DTYPES = {"BOOL": torch.bool, "BF16": torch.bfloat16}
 DTYPES |= {f"F{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)}
@@ -24,8 +26,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 WHOLE_FILE, INDEX_FILE = "state.safetensors", "state.json"
 FORMAT = 2
 """Format of files in a step's folder. Format 1 was a pickle, which torch 2.9 does not read safely (CVE-2026-24747)."""
-LONGEST_HEADER = 16 * 2**20
-"""Bytes of a file's header, or of an index."""
+LONGEST_HEADER = 16 * 2**20  # bytes of a file's header, or of an index
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,17 @@ def step_folders(folder: Path) -> list[tuple[int, Path]]:
     return [(step, path) for path in found if (step := step_of_folder(path)) is not None]
 
 
-def steps_in(folder: Path) -> list[int]:
-    """Steps with a complete checkpoint, oldest first."""
-    return sorted(step for step, path in step_folders(folder) if (path / "done").exists())
+class StepFolders:
+    """The checkpoints in a folder, by step."""
+
+    folder: Path
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step_{step:08d}"
+
+    def steps(self) -> list[int]:
+        """Steps with a complete checkpoint, oldest first."""
+        return sorted(step for step, path in step_folders(self.folder) if (path / "done").exists())
 
 
 def kind_of(tensor: torch.Tensor) -> Kind:
@@ -93,6 +102,22 @@ def index_as_json(entries: dict[str, Entry]) -> dict[str, Any]:
             shards = [{"file": f, "offsets": list(o), "shape": list(s)} for o, (f, s) in entry.shards.items()]
             index[path]["shards"] = shards
     return index
+
+
+def write_index(folder: Path, step: int, values: dict[str, Any], entries: dict[str, Entry]) -> dict[str, int]:
+    """state.json of a checkpoint. Its size and CRC-32. Raises OSError, also for one that nobody would read back."""
+    index = {"format": FORMAT, "step": step, "values": values, "tensors": index_as_json(entries)}
+    content = json.dumps(index).encode()
+    if len(content) > LONGEST_HEADER:
+        raise OSError(f"its index has {len(content):,} bytes, expected {LONGEST_HEADER:,} at most")
+    write_atomically(folder / INDEX_FILE, content)
+    return {"bytes": len(content), "crc32": zlib.crc32(content)}
+
+
+def write_marker(folder: Path, step: int, run_id: str, files: dict[str, dict[str, int]]) -> None:
+    """The done marker: from here on it is a checkpoint. files: size and CRC-32 of each."""
+    marker = {"format": FORMAT, "run": run_id, "step": step, "files": files}
+    write_atomically(folder / "done", json.dumps(marker).encode())
 
 
 def tensors_by_path(state: Any, path: str = "") -> dict[str, torch.Tensor]:
@@ -122,28 +147,18 @@ def tensors_by_path(state: Any, path: str = "") -> dict[str, torch.Tensor]:
     return found
 
 
-def num_bytes(tensors: dict[str, torch.Tensor]) -> int:
-    """Over all devices, each value counted once."""
-    return sum(kind_of(tensor).num_bytes for tensor in tensors.values())
-
-
 @dataclass
 class HostCopy:
     """A state as it was after `step`, in host memory: training may go on while it is written."""
 
     step: int
-    values: dict[str, Any] = field(default_factory=dict)
-    """What is no tensor, of JSON."""
-    whole: dict[str, torch.Tensor] = field(default_factory=dict)
-    """By path; empty on all processes but the first."""
-    sharded: dict[str, Kind] = field(default_factory=dict)
-    """The tensors that are sharded, the same on all processes."""
+    values: dict[str, Any] = field(default_factory=dict)  # what is no tensor, of JSON
+    whole: dict[str, torch.Tensor] = field(default_factory=dict)  # by path; empty on all processes but the first
+    sharded: dict[str, Kind] = field(default_factory=dict)  # the tensors that are sharded, the same on all processes
     shards: dict[str, dict[tuple[int, ...], torch.Tensor]] = field(default_factory=dict)
     """By path and offsets: the shards this process writes. Each shard is with one process."""
-    wait_seconds: float = 0.0
-    """How long the step loop waited: for the save before, and for this copy."""
-    best: int | None = None
-    """The step of the best checkpoint by then, which stays; None: only the newest do."""
+    wait_seconds: float = 0.0  # how long the step loop waited: for the save before, and for this copy
+    best: int | None = None  # the step of the best checkpoint by then, which stays; None: only the newest do
 
     def clear(self) -> None:
         """Give the memory back: the next copy would be a second one."""
@@ -154,14 +169,11 @@ class HostCopy:
 class Beginning:
     """Where a run begins: after the last step of a checkpoint, or at its start."""
 
-    num_steps_before: int
-    """How many steps the run was to have when it was saved."""
-    step: int = 0
-    """Steps done."""
+    num_steps_before: int  # how many steps the run was to have when it was saved
+    step: int = 0  # steps done
     run_id: str = ""
     evaluation: dict[str, float] = field(default_factory=dict)
-    best: dict[str, Any] | None = None
-    """The best evaluation so far, of a run that keeps it."""
+    best: dict[str, Any] | None = None  # the best evaluation so far, of a run that keeps it
     is_finished: bool = False
     restore: Callable[[dict[str, Any]], None] | None = None
     """Fills the tensors of these parts from the checkpoint; None: there is none to go on from."""
@@ -171,8 +183,7 @@ class Tracked:
     """What checkpoints hold, by name: what has a state_dict(), a tensor, a nesting of these; and random numbers."""
 
     def __init__(self, parts: dict[str, Any]):
-        self.parts, self.metrics = parts, parts.get("metrics")
-        """The DeviceMetrics among the parts, None without one."""
+        self.parts, self.metrics = parts, parts.get("metrics")  # the DeviceMetrics among the parts, None without one
 
     def fill(self, restore: Callable[[dict[str, Any]], None]) -> None:
         """Fill every part in place by restore(parts). The generators are set later, by set_random_state()."""

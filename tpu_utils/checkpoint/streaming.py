@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from tpu_utils.base.writing import write_atomically
-from tpu_utils.checkpoint.state import FORMAT, INDEX_FILE, NAMES, WHOLE_FILE, Entry, Kind, index_as_json, kind_of
+from tpu_utils.checkpoint.state import INDEX_FILE, NAMES, WHOLE_FILE, Entry, Kind, kind_of, write_index, write_marker
 
 
 def stream_tensors(
@@ -19,10 +18,8 @@ def stream_tensors(
     tensors: Iterator[tuple[str, torch.Tensor]],
     metadata: dict[str, str] | None = None,
 ) -> dict[str, int]:
-    """As write_tensors, one tensor after another: takes as many (name, tensor) as kinds has, in its order.
-
-    Raises ValueError for a tensor that is not the next one, OSError.
-    """
+    """As write_tensors, one tensor after another: takes as many (name, tensor) as kinds has, in its order. Raises
+    ValueError for a tensor that is not the next one, OSError."""
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     end = 0
     for name, kind in kinds.items():
@@ -63,9 +60,5 @@ def write_checkpoint(
     """
     folder.mkdir(parents=True)
     sums = {WHOLE_FILE: stream_tensors(folder / WHOLE_FILE, kinds, tensors)}
-    index = index_as_json({path: Entry(kind) for path, kind in kinds.items()})
-    content = json.dumps({"format": FORMAT, "step": step, "values": values, "tensors": index}).encode()
-    write_atomically(folder / INDEX_FILE, content)
-    sums[INDEX_FILE] = {"bytes": len(content), "crc32": zlib.crc32(content)}
-    marker = {"format": FORMAT, "run": run_id, "step": step, "files": sums}
-    write_atomically(folder / "done", json.dumps(marker).encode())
+    sums[INDEX_FILE] = write_index(folder, step, values, {path: Entry(kind) for path, kind in kinds.items()})
+    write_marker(folder, step, run_id, sums)

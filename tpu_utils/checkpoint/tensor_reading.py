@@ -14,13 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from tpu_utils.base.files import file_size, open_regular, parse_json
 from tpu_utils.checkpoint.sharded_tensors import check_complete, shard_name
-from tpu_utils.checkpoint.state import (
-    DTYPES,
-    LONGEST_HEADER,
-    WHOLE_FILE,
-    Entry,
-    Kind,
-)
+from tpu_utils.checkpoint.state import DTYPES, LONGEST_HEADER, WHOLE_FILE, Entry, Kind
 
 
 def _numbers(value: Any) -> tuple[int, ...]:

@@ -68,9 +68,8 @@ def first_call(function: Callable, compiled: Callable, arguments: tuple, keyword
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     result = compiled(*arguments, **keywords)
-    if expected is None:
-        return result
-    check_same(function.__name__, changes(before, tensors_of({**named, "result": result})), expected, noise)
+    if expected is not None:
+        check_same(function.__name__, changes(before, tensors_of({**named, "result": result})), expected, noise)
     return result
 
 
@@ -122,6 +121,8 @@ def tensors_of(named: dict[str, Any]) -> Tensors:
                     if isinstance(tensor, torch.Tensor):
                         found[f"{name}.state {kind}", names.get(id(parameter), "?")] = tensor
                         averaged |= {id(parameter)} if tensor.shape == parameter.shape else set()
+        elif not isinstance(value, nn.Module):
+            found |= {(path, path): tensor for path, tensor in below(name, value).items()}
     for name, module in modules.items():
         for path, parameter in module.named_parameters():
             if id(parameter) not in averaged:
@@ -130,9 +131,6 @@ def tensors_of(named: dict[str, Any]) -> Tensors:
                 found[LEFT, f"{name}.{path}"] = parameter.grad
         for path, buffer in module.named_buffers():
             found[path.rpartition(".")[2], f"{name}.{path}"] = buffer
-    for name, value in named.items():
-        if not isinstance(value, nn.Module | torch.optim.Optimizer):
-            found |= {(path, path): tensor for path, tensor in below(name, value).items()}
     return {key: tensor.to_local() if isinstance(tensor, DTensor) else tensor for key, tensor in found.items()}
 
 

@@ -14,7 +14,8 @@ from tpu_utils.base.errors import RecompileError
 from tpu_utils.device.against_eager import first_call
 from tpu_utils.device.batch_norm import average_as_pytorch
 
-_compiler = "auto"
+compiler = "auto"
+"""inductor, eager or auto: as choose_compiler() of torch_compile.py was told before the steps are compiled."""
 
 
 def _prepare() -> None:
@@ -36,12 +37,6 @@ def settle(optimizer: torch.optim.Optimizer, keep_rates: Callable[[torch.optim.O
         group.setdefault("capturable", True)  # Dynamo sets it
         if isinstance(rate := group["lr"], torch.Tensor):  # the step puts its own there, one for all groups
             group["lr"] = on_device.setdefault(id(rate), rate.to(group["params"][0].device))
-
-
-def choose_compiler(name: str) -> None:
-    """inductor, eager, or auto, of the steps that this process compiles from now on."""
-    global _compiler
-    _compiler = name
 
 
 def compile_step(
@@ -87,7 +82,7 @@ def _compile_graph(device_type: str, graph: torch.fx.GraphModule, inputs: list[t
             raise RecompileError(f"it reads a tensor\n{node.stack_trace}")
     if device_type == "tpu":
         return lookup_backend("tpu")(graph, inputs)
-    if _compiler == "eager" or (_compiler == "auto" and device_type != "cuda"):
+    if compiler == "eager" or (compiler == "auto" and device_type != "cuda"):
         return lookup_backend("eager")(graph, inputs)
     from torch._inductor import config as inductor
 

@@ -41,12 +41,6 @@ def prepare(deterministic: bool) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # which would cost time
 
 
-def memory(device: torch.device) -> dict[str, int]:
-    """As device_memory()."""
-    used, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-    return dict(bytes_used=used, bytes_limit=torch.cuda.mem_get_info(device)[1], peak_bytes_used=peak)
-
-
 class WaitCount:
     """Calls that waited for the GPU, such as .item() and .cpu(). torch warns of each; here it is counted instead."""
 

@@ -8,13 +8,10 @@ from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError, U
 
 from tpu_utils.base.errors import InputError, RecompileError, first_line, is_own
 
-NOT_DETERMINISTIC = "does not have a deterministic implementation"
-"""What torch says of an operation that has no such kernel."""
-
 
 def raise_if_not_deterministic(error: Exception) -> None:
     """Raises InputError for an operation that has no deterministic kernel."""
-    if NOT_DETERMINISTIC in str(error):
+    if "does not have a deterministic implementation" in str(error):
         raise InputError(
             f"{first_line(error)} With --no_deterministic it runs, and a resumed run may end with other bits"
         ) from error

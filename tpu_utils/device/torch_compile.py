@@ -48,10 +48,10 @@ if not hasattr(torch._dynamo.config, "trace_autograd_ops"):  # what it computes 
 
 
 def choose_compiler(name: str, deterministic: bool) -> None:
-    """As dynamo.choose_compiler(). deterministic: a GPU's kernels give the same bits each time."""
+    """name: inductor, eager or auto. deterministic: a GPU's kernels give the same bits each time."""
     from tpu_utils.device import dynamo  # not read beside torch_xla, as below
 
-    dynamo.choose_compiler(name)
+    dynamo.compiler = name
     if IS_GPU:
         from tpu_utils.device.gpu import prepare  # only for a GPU
 
@@ -105,9 +105,8 @@ def device_memory(device: torch.device) -> dict[str, int] | None:
     The comparison of a first call with eager PyTorch is not in the peak."""
     if not IS_GPU:
         return None
-    from tpu_utils.device.gpu import memory
-
-    return memory(device)
+    used, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    return dict(bytes_used=used, bytes_limit=torch.cuda.mem_get_info(device)[1], peak_bytes_used=peak)
 
 
 def compile_step(function: Callable, begin: Callable = lambda: None, keep_rates: Callable = lambda _: None) -> Callable:

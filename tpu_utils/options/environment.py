@@ -116,9 +116,8 @@ def meet_hosts(config: "TrainConfig") -> Peers:
     device is started. Raises DeviceError naming the hosts that are missing."""
     if choose_device(config) != "tpu":
         return Peers()
-    from tpu_utils.remote.hosts import settle_hosts
+    from tpu_utils.remote.hosts import read_secret, settle_hosts
     from tpu_utils.remote.meeting import wait_for_peers
-    from tpu_utils.remote.secret import read_secret
 
     index, addresses = settle_hosts(attached_chips())
     secret = read_secret(config.peers_secret) if len(addresses) > 1 else b""

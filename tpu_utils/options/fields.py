@@ -10,6 +10,7 @@ import functools
 import inspect
 import re
 import sys
+import textwrap
 import types
 from collections.abc import Iterable
 from itertools import pairwise
@@ -95,25 +96,16 @@ def field_doc(kind: type, name: str) -> str:
     return next((docs[name] for base in kind.__mro__ if name in (docs := field_docs(base))), "")
 
 
-@functools.cache  # inspect.getsource() of a class would parse its whole file again
-def tree_of(module: str) -> ast.Module:
-    return ast.parse(inspect.getsource(sys.modules[module]))
-
-
 @functools.cache
 def field_docs(kind: type) -> dict[str, str]:
     """The string below each field of a class, from its source; empty where there is none to be had."""
-    fields = [*inspect.get_annotations(kind)]
     try:
-        classes = [node for node in ast.walk(tree_of(kind.__module__)) if isinstance(node, ast.ClassDef)]
-    except (KeyError, OSError, TypeError):  # typed into a prompt
+        (written,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    except (OSError, TypeError, SyntaxError):  # typed into a prompt, or with less indentation inside a function
         return {}
-    for body in (node.body for node in classes if node.name == kind.__name__):
-        pairs = [(one.target.id, after) for one, after in pairwise([*body, None]) if isinstance(one, ast.AnnAssign)]
-        if [name for name, _ in pairs] == fields:  # several classes may have the name
-            docs = [(name, after.value) for name, after in pairs if isinstance(after, ast.Expr)]
-            return {name: " ".join(doc.value.split()) for name, doc in docs if isinstance(doc, ast.Constant)}
-    return {}
+    pairs = [(one.target.id, after) for one, after in pairwise(written.body) if isinstance(one, ast.AnnAssign)]
+    docs = [(name, after.value) for name, after in pairs if isinstance(after, ast.Expr)]
+    return {name: " ".join(doc.value.split()) for name, doc in docs if isinstance(doc, ast.Constant)}
 
 
 def is_supported(kind: Any) -> bool:

@@ -92,15 +92,6 @@ def read_config(run_dir: str) -> tuple[str, dict[str, Any] | None]:
     return name, read_json(Path(name), OPTIONS, MOST_BYTES) if os.path.lexists(name) else None
 
 
-def run_id_in(run_dir: Path) -> str:
-    """The id of the run in a directory, which its checkpoints name too; "" for none, or if config.json is damaged."""
-    try:
-        run_id = read_json(run_dir / "config.json", "the options of a run").get("run_id")
-    except InputError:
-        return ""
-    return run_id if isinstance(run_id, str) else ""
-
-
 def check_same_options(config: Any, peers: Peers) -> None:
     """Raises InputError, on all processes, where some found the options of the run to resume and others did not."""
     found = peers.gather(bool(config.options_from))

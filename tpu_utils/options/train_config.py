@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from tpu_utils.base.errors import InputError
 from tpu_utils.options.fields import FREE, NoEffect, Range, Seldom
 from tpu_utils.options.parsing import Options, names_a_place
 
@@ -164,8 +163,13 @@ class TrainConfig(
 
     @property
     def profile_range(self) -> tuple[int, int]:
-        """First step to trace and the step after the last; (-1, -1) when nothing is traced."""
-        return parse_profile_steps(self.profile_steps)
+        """First step to trace and the step after the last, of profile_steps FIRST:LAST."""
+        first, _, last = self.profile_steps.partition(":")
+        if not (first.isdecimal() and last.isdecimal() and int(first) < int(last)):
+            raise ValueError(
+                f"profile_steps is {self.profile_steps!r}; expected FIRST:LAST with FIRST < LAST, for example 10:13"
+            )
+        return int(first), int(last)
 
     def problems(self) -> list[str]:
         problems = []
@@ -174,7 +178,7 @@ class TrainConfig(
         if not names_a_place(self.run_dir):
             problems.append(f"run_dir is {self.run_dir!r}; expected a local folder or gs://BUCKET/FOLDER")
         for name, parse in (
-            ("", lambda: self.profile_range),
+            ("", lambda: self.profile_steps and self.profile_range),
             ("compile_for: ", lambda: self.compile_for and self.topology),
             ("", lambda: self.compiler_options and self.tpu_options),
         ):
@@ -183,16 +187,6 @@ class TrainConfig(
             except ValueError as error:
                 problems.append(f"{name}{error}")
         return problems
-
-
-def parse_profile_steps(text: str) -> tuple[int, int]:
-    """'10:13' -> (10, 13). '' -> (-1, -1). Raises InputError for anything else."""
-    if not text:
-        return -1, -1
-    first, colon, last = text.partition(":")
-    if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
-        raise InputError(f"profile_steps is {text!r}; expected FIRST:LAST with FIRST < LAST, for example 10:13")
-    return int(first), int(last)
 
 
 @dataclass(frozen=True)

@@ -88,21 +88,14 @@ def prepare_environment(compile_for: str, options: Mapping[str, str] | None = No
     set_flags((options or {}) | torch_xla_flags(topology.generation))
     quiet_libtpu()
     if virtual < topology.num_devices:
-        _claim_devices(topology.num_devices)
+        import torch_xla.runtime as xr
+
+        # The runtime cannot have them: autograd keeps a queue for each of its devices, and counts them in 8 bits
+        # (c10/core/Device.h, DeviceIndex is int8_t; torch/csrc/autograd/engine.cpp, start_device_threads). A mesh and
+        # its shardings need only the number, as on one host of several. Uploads hold the shards of the devices there.
+        # Both count the devices of all hosts: SPMD calls the first, world_size() of DDP replicas the second.
+        xr.global_runtime_device_count = xr.global_device_count = lambda: topology.num_devices
     return topology
-
-
-def _claim_devices(number: int) -> None:
-    """Make PyTorch/XLA report this many devices while the runtime has fewer, as on one host of several.
-
-    The runtime cannot have them: autograd keeps a queue for each of its devices, and counts them in 8 bits
-    (c10/core/Device.h, DeviceIndex is int8_t; torch/csrc/autograd/engine.cpp, start_device_threads). A mesh and its
-    shardings need only the number, and nothing runs. Uploads hold the shards of the devices that are there.
-    """
-    import torch_xla.runtime as xr
-
-    # both count the devices of all hosts: SPMD calls the first, world_size() of DDP replicas the second
-    xr.global_runtime_device_count = xr.global_device_count = lambda: number
 
 
 LIBTPU_VARIABLES = {

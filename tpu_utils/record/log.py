@@ -43,8 +43,7 @@ class RunLog:
 
             write_atomically(self._path, lines_to_keep(self._path, first_step, max(num_steps, before)))
         self._file = self._path.open("a", buffering=1)
-        self.events = None
-        """TensorBoard's writer, None where there is none."""
+        self.events = None  # TensorBoard's writer, None where there is none
         if tensorboard and not silent:
             from tpu_utils.record.events import Events  # only here: it imports TensorBoard
 
@@ -87,16 +86,16 @@ class RunLog:
         columns += [f"{word} {speed[name]:.3g}/step" for name, word in BESIDE.items() if speed.get(name)]
         if speed["mfu"] is not None:
             columns.append(f"mfu {speed['mfu']:.1%}")
-        self._print("  ".join([f"step {step:6d}/{self._bar.total}", *columns]))
+        self._print(step, *columns)
 
     def evaluation(self, step: int, **fields: float) -> None:
         self.write("eval", step, **fields)
         shown = (f"{name} {value:.4f}" for name, value in fields.items() if not isinstance(value, list))
-        self._print("  ".join([f"step {step:6d}/{self._bar.total}", *shown]))
+        self._print(step, *shown)
 
     def sample(self, step: int, **fields: Any) -> None:
         self.write("sample", step, **fields)
-        self._print(f"step {step:6d}/{self._bar.total}  {fields['prompt']!r}: {fields['text']!r}")
+        self._print(step, f"{fields['prompt']!r}: {fields['text']!r}")
 
     def checkpoint(self, step: int, **fields: float) -> None:
         """A checkpoint line. fields: wait_seconds of the step loop. Call it before the checkpoint is written: all lines
@@ -115,17 +114,18 @@ class RunLog:
 
     def write(self, kind: str, step: int, **fields: Any) -> None:
         """One JSON object; numbers and samples also go to TensorBoard. Non-finite numbers become null in JSON."""
-        record = {"kind": kind, "step": step}
-        for name, value in fields.items():
-            record[name] = None if isinstance(value, int | float) and not math.isfinite(value) else value
         if self.events:
             self.events.record(kind, step, fields)
-        self._file.write(json.dumps(record) + "\n")
+        for name, value in fields.items():
+            if isinstance(value, int | float) and not math.isfinite(value):
+                fields[name] = None
+        self._file.write(json.dumps({"kind": kind, "step": step, **fields}) + "\n")
 
-    def _print(self, line: str) -> None:
+    def _print(self, step: int, *columns: str) -> None:
         if self._silent:
             return
-        self._bar.write(line)  # above the bar on a terminal, a plain line elsewhere
+        # above the bar on a terminal, a plain line elsewhere
+        self._bar.write("  ".join([f"step {step:6d}/{self._bar.total}", *columns]))
         sys.stdout.flush()
 
 

@@ -21,8 +21,7 @@ class DeviceMetrics:
         self.skipped = torch.zeros(1, dtype=torch.int32).to(device)
         self.values = torch.zeros(capacity, len(names) + 1).to(device)
         self._slots = torch.arange(capacity, dtype=torch.int32).to(device)
-        self.skipped_steps = 0
-        """Updates skipped since the start of the run, as of the last read()."""
+        self.skipped_steps = 0  # updates skipped since the start of the run, as of the last read()
 
     def record(self, *values: torch.Tensor, skipped: torch.Tensor | None = None) -> None:
         """Write this step's scalars, one per name, and count the step. Inside the compiled step only. skipped: () bool

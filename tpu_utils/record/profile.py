@@ -1,5 +1,6 @@
 """Traces of some steps, for TensorBoard's profile tab."""
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ class Profile:
 
     def __init__(self, config: "TrainConfig", run_dir: Path, first_step: int, num_steps: int):
         self._first, self._last = config.profile_range
-        self._folder, self._running, self._step = run_dir / "tensorboard", False, None
+        self._folder, self._running, self._step = run_dir / "tensorboard", False, contextlib.ExitStack()
         if config.profile_steps and not first_step < self._first < self._last <= num_steps + 1:
             raise InputError(
                 f"profile_steps is {config.profile_steps}; choose among the steps this run does, "
@@ -30,7 +31,7 @@ class Profile:
         self._stop()
 
     def before_step(self, step: int) -> None:
-        self._end_step()
+        self._step.close()
         if step == self._first:
             self._folder.mkdir(parents=True, exist_ok=True)
             start_trace(str(self._folder))
@@ -39,16 +40,10 @@ class Profile:
             self._stop()
         if self._running:
             # _r: the profiler groups by these events, with step_num as the number of the step
-            self._step = TraceMe("train", step_num=step, _r=1)
-            self._step.__enter__()
-
-    def _end_step(self) -> None:
-        if self._step:
-            self._step.__exit__(None, None, None)
-            self._step = None
+            self._step.enter_context(TraceMe("train", step_num=step, _r=1))
 
     def _stop(self) -> None:
-        self._end_step()
+        self._step.close()
         if self._running:
             wait_device_ops()  # the traced steps may still be running
             stop_trace()

@@ -17,9 +17,7 @@ LARGEST_NUMBER = 1e300  # the sum of a few larger ones overflows
 
 def read_records(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | None]]:
     """(number, bytes, object) of each line of metrics.jsonl, one at a time; None is the object of a damaged line.
-
-    Raises InputError when it is no regular file.
-    """
+    Raises InputError when it is no regular file."""
     with open_regular(path, "the lines a run has logged") as file:
         for number, line in enumerate(lines_of(file, LONGEST_LINE), 1):
             try:
@@ -45,11 +43,10 @@ class DamagedLines:
 
     def warn(self) -> None:
         if self._count:
-            lines, others = "line" if self._count == 1 else "lines", " and others" if self._count > 8 else ""
-            are = "is" if self._count == 1 else "are"
+            lines = ", ".join(self._first)
             print(
-                f"warning: {self._path}: {self._count:,} damaged {lines} {are} left out ({lines} "
-                f"{', '.join(self._first)}{others}); expected JSON objects with kind and step, as a run logs them",
+                f"warning: {self._path}: damaged lines are left out: {self._count:,}, the first {lines}; expected JSON "
+                "objects with kind and step, as a run logs them",
                 file=sys.stderr,
             )
 

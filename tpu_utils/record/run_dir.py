@@ -28,8 +28,7 @@ class RunLock:
     Of the processes of one run only the first takes it.
     """
 
-    patience_seconds = 2.0
-    """How long to try: for a holder that was killed and is not yet gone."""
+    patience_seconds = 2.0  # how long to try: for a holder that was killed and is not yet gone
 
     def __init__(self):
         self._descriptors: list[int] = []
@@ -141,10 +140,8 @@ class RunDir:
 
     def __init__(self, peers: Peers):
         self._peers, self._lock, self.folder = peers, RunLock(), Path()
-        self.mirror: Mirror | None = None
-        """Keeps a bucket equal to the folder, where run_dir is a gs:// address."""
-        self.run_id = ""
-        """Id of the run in the folder; "": there is none yet, or config.json is damaged."""
+        self.mirror: Mirror | None = None  # keeps a bucket equal to the folder, where run_dir is a gs:// address
+        self.run_id = ""  # id of the run in the folder; "": there is none yet, or config.json is damaged
 
     def open(self, config: TrainConfig) -> None:
         """Make and lock it. Raises InputError, on all processes, as open_run_dir does."""
@@ -159,9 +156,9 @@ class RunDir:
     def _read_run_id(self) -> str:
         if not (self.folder / "config.json").exists():
             return ""
-        from tpu_utils.options.stored import run_id_in  # only where there is a run
+        from tpu_utils.base.files import field_in  # only where there is a run
 
-        return run_id_in(self.folder)
+        return field_in(self.folder / "config.json", "run_id", str) or ""
 
     def check(self) -> None:
         """Raises SaveError, on all processes, when the path no longer leads to the folder that was locked."""

@@ -21,8 +21,7 @@ ADVICE = {
     READS: "there the host waits until the device has done all steps sent so far, and on a TPU the device then has "
     "nothing to do until the next one arrives: keep the value on the device, or read it beside run.log()",
 }
-MOST_STEPS = 100
-"""Steps that are watched line by line, which costs the host time, in a run that is not strict."""
+MOST_STEPS = 100  # steps that are watched line by line, which costs the host time, in a run that is not strict
 STRICT = "; --strict allows none: leave it out to go on, more slowly"
 
 
@@ -32,8 +31,7 @@ class Speed:
     def __init__(self, goodput: Goodput, transfers: "Transfers", unit: str, flops: float | None, peak: float | None):
         """unit: what is counted, examples or tokens. flops: of one of them. peak: FLOP/s of all devices, or None."""
         self._goodput, self.transfers, self._unit, self._flops, self._peak = goodput, transfers, unit, flops, peak
-        self.count_of_step = 0
-        """Examples or tokens of the step under way."""
+        self.count_of_step = 0  # examples or tokens of the step under way
         self._started = False
 
     def start(self) -> None:

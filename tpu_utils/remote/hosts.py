@@ -1,4 +1,4 @@
-"""Which hosts a TPU slice has, and which of them this is. Imports no torch.
+"""Which hosts a TPU slice has, which of them this is, and the secret by which they know each other. Imports no torch.
 
 A TPU VM's metadata says it. GKE, Colab and Kaggle have no such metadata and say it, or a part of it, in variables of
 the environment. torch_xla asks again: at its import, where chips are attached, for the accelerator type (__init__.py,
@@ -9,10 +9,13 @@ raises HTTPError, ConnectionError, TypeError or AttributeError where the answer 
 import http.client
 import os
 import re
+import shlex
 from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 from typing import NamedTuple
 
 from tpu_utils.base.errors import DeviceError, InputError
+from tpu_utils.base.files import open_regular
 from tpu_utils.base.hardware import Generation
 
 SILENT_SECONDS = 2.0
@@ -21,6 +24,9 @@ KNOWN_SECONDS = 20.0
 """Time limit of the server elsewhere, and after its first answer: without it the other hosts are unknown."""
 TYPE = r"(v|tpu)\d[A-Za-z]{0,7}-\d+"
 """Accelerator types that torch_xla can read (_internal/tpu.py, version). They end in the number of chips or cores."""
+
+SECRET_ATTRIBUTE = "peers-secret"
+"""Attribute of the VM's metadata: gcloud compute tpus tpu-vm create ... --metadata-from-file peers-secret=FILE."""
 
 
 class Said(NamedTuple):
@@ -117,15 +123,12 @@ def in_metadata(alone: bool) -> Said | None:
 class Reply(NamedTuple):
     """The metadata server's answer to one request."""
 
-    code: int
-    """HTTP status; 0: there was no answer."""
+    code: int  # HTTP status; 0: there was no answer
     value: bytes
-    why: str
-    """In words, where code is not 200."""
+    why: str  # in words, where code is not 200
     nobody: bool = False
     """Certainly no metadata server: the connection failed, or it is another server. A timeout does not prove it."""
-    etag: str = "0"
-    """Names this value: asked with it, the server waits until there is another."""
+    etag: str = "0"  # names this value: asked with it, the server waits until there is another
 
 
 def ask_server(key: str, seconds: float) -> Reply:
@@ -213,3 +216,30 @@ def fill_in(chips: list[Generation], hosts: int, environment: MutableMapping[str
     if hosts == 1 and bounds and not environment.get("TPU_HOST_BOUNDS"):
         environment["TPU_HOST_BOUNDS"] = "1,1,1"
         set_missing(environment, "TPU_CHIPS_PER_HOST_BOUNDS", bounds)
+
+
+def read_secret(file: str) -> bytes:
+    """The secret in this file, or where there is none the attribute peers-secret of the VM's metadata, or nothing.
+    Raises InputError for a file that others may read, or with fewer than 16 bytes."""
+    if file:
+        where = f"peers_secret {file}"
+        try:
+            with open_regular(Path(file), "a secret") as opened:
+                mode, secret = os.fstat(opened.fileno()).st_mode & 0o777, opened.read(4096).strip()
+        except (OSError, ValueError) as error:
+            raise InputError(f"{where} cannot be read: {error}") from error
+        if mode & 0o077:
+            raise InputError(f"{where} has mode {mode:o}, so others may read it; chmod 600 {shlex.quote(file)}")
+    else:
+        where = f"{SECRET_ATTRIBUTE} of the VM's metadata"
+        if os.environ.get("TPU_SKIP_MDS_QUERY"):
+            return b""
+        reply = ask_server(f"attributes/{SECRET_ATTRIBUTE}", KNOWN_SECONDS)
+        if reply.code == 404:  # the slice was made without one
+            return b""
+        if reply.code != 200:  # without the others' secret it could not meet them
+            raise DeviceError(f"the metadata server {reply.why} to {SECRET_ATTRIBUTE}; start again on a TPU VM")
+        secret = reply.value[:4096].strip()
+    if len(secret) < 16:
+        raise InputError(f"{where} holds {len(secret)} bytes, expected at least 16; openssl rand -hex 32 > FILE")
+    return secret

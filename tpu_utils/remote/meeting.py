@@ -25,8 +25,7 @@ from tpu_utils.base.errors import DeviceError, InputError, TrainingError
 from tpu_utils.base.process import Peers
 from tpu_utils.remote.wire import Link, Listener, ProofError, WireError, connect
 
-ANSWER_SECONDS = 1800.0
-"""How long a process waits for a message: its sender may be busy with a save or a compile."""
+ANSWER_SECONDS = 1800.0  # how long a process waits for a message: its sender may be busy with a save or a compile
 TRANSFER_SECONDS = 86400.0
 """The same while a checkpoint moves. A process that ends is noticed at once, a dead machine by keepalive."""
 
@@ -35,13 +34,10 @@ TRANSFER_SECONDS = 86400.0
 class Meeting:
     """Where the processes of a run meet, and how they know each other."""
 
-    addresses: list[str]
-    """Addresses of processes 0, 1, ...; process 0 listens."""
+    addresses: list[str]  # addresses of processes 0, 1, ...; process 0 listens
     secret: bytes = b""
-    port: int = 0
-    """To listen on; 0: any."""
-    anyone: bool = False
-    """Whether a caller may have another address than these; it has to know the secret in any case."""
+    port: int = 0  # to listen on; 0: any
+    anyone: bool = False  # whether a caller may have another address than these; it has to know the secret in any case
 
 
 def wait_for_peers(index: int, addresses: list[str], seconds: float, port: int = 12356, secret: bytes = b"") -> Peers:

@@ -25,16 +25,11 @@ from tpu_utils.base.errors import InputError, PassingError, SaveError
 from tpu_utils.base.files import inside
 from tpu_utils.base.process import Peers
 
-REQUEST_SECONDS = 60.0
-"""A request that gets no answer for so long has failed. A chunk must go up in this time."""
-START_SECONDS = 30.0
-"""How long the checks before a run try again."""
-RETRY_SECONDS = 600.0
-"""How long a transfer tries again before the run fails."""
-LOG_SECONDS = 60.0
-"""Between two uploads of the log files, when no checkpoint comes first."""
-CHUNK_BYTES = 32 * 2**20
-"""Larger files go up in chunks of this size, each tried again by itself. A multiple of 256 KiB."""
+REQUEST_SECONDS = 60.0  # a request that gets no answer for so long has failed; a chunk must go up in this time
+START_SECONDS = 30.0  # how long the checks before a run try again
+RETRY_SECONDS = 600.0  # how long a transfer tries again before the run fails
+LOG_SECONDS = 60.0  # between two uploads of the log files, when no checkpoint comes first
+CHUNK_BYTES = 32 * 2**20  # larger files go up in chunks of this size, each tried again by itself; a multiple of 256 KiB
 NOT_UPLOADED = ("checkpoints", "lock")
 """In the run directory: checkpoints go up one by one, a lock file is this machine's own."""
 
@@ -48,7 +43,7 @@ def open_bucket_dir(url: str, resume: str) -> Path:
     folder = working_folder(url)
     with named_errors("run_dir {} cannot be used", url):
         bucket, prefix = connect(url)
-        there = [blob.name.removeprefix(prefix) for blob in list_objects(bucket, prefix, START_SECONDS)]
+        there = list_objects(bucket, prefix, START_SECONDS)
         if resume == "must" and not any(map(is_marker, there)):
             raise InputError(f"{url} holds no complete checkpoint to go on from; check --run_dir")
         if resume == "never" and ("config.json" in there or any(map(is_marker, there))):
@@ -79,10 +74,8 @@ class Mirror:
     """
 
     def __init__(self, url: str, resume: str, folder: Path, peers: Peers | None = None):
-        """url, resume: as the options say. folder: what open_bucket_dir gave the first of the processes, peers.
-
-        Raises like open_bucket_dir, on all processes, whichever cannot use the bucket.
-        """
+        """url, resume: as the options say. folder: what open_bucket_dir gave the first of the processes, peers. Raises
+        like open_bucket_dir, on all processes, whichever cannot use the bucket."""
         peers = peers or Peers()
         self._url = url
         self.folder = folder
@@ -101,21 +94,19 @@ class Mirror:
         with named_errors("run_dir {} cannot be used", self._url):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._bucket, self._prefix = connect(self._url)
-            there = self._listing(START_SECONDS)
+            there = list_objects(self._bucket, self._prefix, START_SECONDS)
             self._generations = {name: blob.generation for name, blob in there.items()}
-            self._empty_and_fetch(there if resume != "never" else {})
+            for path in self.folder.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path)
+                elif path.name not in NOT_UPLOADED:
+                    path.unlink()
+            for name, blob in there.items():
+                known = name in ("config.json", "metrics.jsonl", "summary.json") or is_marker(name)
+                if known and resume != "never":
+                    download(blob, inside(self.folder, name))
             if self._index:
                 try_rights(self._bucket, f"{self._prefix}writable_{self._index}")
-
-    def _empty_and_fetch(self, there: dict[str, Any]) -> None:
-        for path in self.folder.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif path.name not in NOT_UPLOADED:
-                path.unlink()
-        for name, blob in there.items():
-            if name in ("config.json", "metrics.jsonl", "summary.json") or is_marker(name):
-                download(blob, inside(self.folder, name))
 
     def __enter__(self) -> "Mirror":
         if self._index == 0:
@@ -140,10 +131,9 @@ class Mirror:
 
         files: their sizes. An object of another size is left where it is: the checkpoint is damaged.
         """
-        prefix = f"{self._prefix}{self._name(folder)}/"
         with named_errors("{} cannot be read", self._url):
-            for blob in list_objects(self._bucket, prefix, RETRY_SECONDS):
-                name = blob.name.removeprefix(prefix)
+            there = list_objects(self._bucket, f"{self._prefix}{self._name(folder)}/", RETRY_SECONDS)
+            for name, blob in there.items():
                 if name in files and blob.size == files[name] and not (path := inside(folder, name)).exists():
                     download(blob, path)
 
@@ -228,7 +218,7 @@ class Mirror:
             for path in sorted(folder.rglob("*")):
                 if path.is_file() and path != folder / "done":
                     self._upload(path)
-            there = self._listing(RETRY_SECONDS) if others else {}
+            there = list_objects(self._bucket, self._prefix, RETRY_SECONDS) if others else {}
             for file, size in others.items():
                 found = there[name].size if (name := f"{self._name(folder)}/{file}") in there else "absent"
                 if found != size:
@@ -238,7 +228,7 @@ class Mirror:
 
     def _prune(self, step: int, keep: int, best: int | None) -> None:
         """Delete what is older than the newest `keep` complete checkpoints up to this step, but best, markers first."""
-        there = self._listing(RETRY_SECONDS)
+        there = list_objects(self._bucket, self._prefix, RETRY_SECONDS)
         complete = sorted(other for name in there if is_marker(name) and (other := step_of(name)) <= step)
         old = [name for name in there if step_of(name) not in (None, best) and step_of(name) < complete[-keep:][0]]
         for name in sorted(old, key=lambda name: (step_of(name), not is_marker(name))):
@@ -247,11 +237,6 @@ class Mirror:
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self.folder).as_posix()
-
-    def _listing(self, seconds: float) -> dict[str, Any]:
-        """Every object in the directory, by its name there."""
-        blobs = list_objects(self._bucket, self._prefix, seconds)
-        return {blob.name.removeprefix(self._prefix): blob for blob in blobs}
 
     def _upload(self, path: Path) -> None:
         """The bytes the file has now: a log file may grow meanwhile."""
@@ -355,8 +340,9 @@ def limits(seconds: float) -> dict[str, Any]:
     return {"timeout": min(REQUEST_SECONDS, seconds), "retry": DEFAULT_RETRY.with_timeout(seconds)}
 
 
-def list_objects(bucket, prefix: str, seconds: float) -> list:
-    return list(bucket.list_blobs(prefix=prefix, **limits(seconds)))
+def list_objects(bucket, prefix: str, seconds: float) -> dict[str, Any]:
+    """Every object whose name begins so, by the rest of its name."""
+    return {blob.name.removeprefix(prefix): blob for blob in bucket.list_blobs(prefix=prefix, **limits(seconds))}
 
 
 def delete_object(bucket, name: str, generation: int | None, seconds: float) -> None:

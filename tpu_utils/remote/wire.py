@@ -19,14 +19,10 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-LONGEST_MESSAGE = 64 * 2**20
-"""Bytes. The largest is the list of all shards of a checkpoint: some MB for 100 devices."""
-LONGEST_GREETING = 1000
-"""Bytes of a message from a caller that is not authenticated yet."""
-GREETING_SECONDS = 10.0
-"""A greeting that takes longer has failed: nobody can keep a listener busy."""
-MOST_GREETINGS = 64
-"""At a time; further connections are closed."""
+LONGEST_MESSAGE = 64 * 2**20  # bytes. The largest is the list of all shards of a checkpoint: some MB for 100 devices
+LONGEST_GREETING = 1000  # bytes of a message from a caller that is not authenticated yet
+GREETING_SECONDS = 10.0  # a greeting that takes longer has failed: nobody can keep a listener busy
+MOST_GREETINGS = 64  # at a time; further connections are closed
 
 
 class WireError(OSError):
@@ -44,9 +40,8 @@ class Link:
         """seconds: how long one message may take to come or go."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # finds a machine that is gone in a minute
-        for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
-            if hasattr(socket, option):
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
         self._socket = connection
         self.name = name
         self.seconds = seconds
@@ -95,8 +90,6 @@ class Link:
             yield
         except TimeoutError as error:
             raise WireError(f"{self.name} did not answer within {self.seconds:g} s") from error
-        except WireError:
-            raise
         except OSError as error:
             raise WireError(f"the connection to {self.name} broke: {error.strerror or error}") from error
 
@@ -178,8 +171,7 @@ class Listener:
         self._seconds = seconds
         self._links: dict[int, Link] = {}
         self._lock, self._greetings = threading.Lock(), threading.Semaphore(MOST_GREETINGS)
-        self.turned_away: list[str] = []
-        """Why others than the processes of the run were not let in; the first few."""
+        self.turned_away: list[str] = []  # why others than the processes of the run were not let in; the first few
 
     def close(self) -> None:
         self._socket.close()
@@ -197,9 +189,7 @@ class Listener:
             self._socket.settimeout(min(left, 0.1))
             try:
                 connection, endpoint = self._socket.accept()
-            except TimeoutError:
-                continue
-            except ConnectionError:  # gone again before it was accepted
+            except (TimeoutError, ConnectionError):  # nobody yet; or gone again before it was accepted
                 continue
             caller = endpoint[0].removeprefix("::ffff:")
             if self._allowed is not None and caller not in self._allowed:

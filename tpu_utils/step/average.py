@@ -20,9 +20,7 @@ def update_average(average: torch.nn.Module, model: torch.nn.Module, decay: floa
     pairs = []
     for kind in ("named_parameters", "named_buffers"):
         old, new = (dict(getattr(module, kind)()) for module in (average, model))
-        if [(name, t.shape, t.dtype) for name, t in old.items()] != [
-            (name, t.shape, t.dtype) for name, t in new.items()
-        ]:
+        if [(n, t.shape, t.dtype) for n, t in old.items()] != [(n, t.shape, t.dtype) for n, t in new.items()]:
             raise ValueError("average has other parameters or buffers than model; expected copy.deepcopy(model)")
         pairs += [(old[name], new[name]) for name in new]
     count = step.float()

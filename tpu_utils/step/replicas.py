@@ -78,9 +78,23 @@ def mean_over_replicas(value: torch.Tensor) -> torch.Tensor:
 def replicate(model: nn.Module, tracing: bool) -> DistributedDataParallel:
     """Same weights on all replicas, and gradients that are averaged as the backward pass produces them.
 
-    tracing: no other replica runs, so nothing may be exchanged. Raises InputError as check_replicated() does.
+    tracing: no other replica runs, so nothing may be exchanged. Raises InputError for layers whose statistics would be
+    those of one replica's part of the batch.
     """
-    check_replicated(model)
+    batch_norm, either = nn.modules.batchnorm._BatchNorm, nn.modules.batchnorm._NormBase  # InstanceNorm is the other
+    found = [
+        f"{name} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if isinstance(module, either) and module.training
+        if isinstance(module, batch_norm) or module.track_running_stats
+    ]
+    if found and world_size() > 1:
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        raise InputError(
+            f"there are {world_size()} replicas, and in each {', '.join(found[:3])}{more} would have the "
+            "statistics of its own part of the batch, and buffers unlike the others'; use distributed_mnist_tpu.py, "
+            "where they are over the global batch, or a norm over each example, such as GroupNorm"
+        )
     if not tracing:
         broadcast_master_param(model)
     # init_sync would compare shapes through the host; views of the buckets would be other graphs in steps 1 and 2
@@ -91,21 +105,3 @@ def replicate(model: nn.Module, tracing: bool) -> DistributedDataParallel:
     if not tracing:
         sync()  # the buckets exist now, for step 1 as for all others
     return replica
-
-
-def check_replicated(model: nn.Module) -> None:
-    """Raises InputError for layers whose statistics would be those of one replica's part of the batch."""
-    kinds = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
-    norms = [(name, module) for name, module in model.named_modules() if isinstance(module, kinds) and module.training]
-    found = [
-        f"{name} ({type(module).__name__})"
-        for name, module in norms
-        if isinstance(module, kinds[0]) or module.track_running_stats
-    ]
-    if found and world_size() > 1:
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-        raise InputError(
-            f"there are {world_size()} replicas, and in each {', '.join(found[:3])}{more} would have the "
-            "statistics of its own part of the batch, and buffers unlike the others'; use distributed_mnist_tpu.py, "
-            "where they are over the global batch, or a norm over each example, such as GroupNorm"
-        )

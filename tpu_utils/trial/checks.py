@@ -81,7 +81,7 @@ def flops_of(model: nn.Module, inputs: Sequence[torch.Tensor], where: str = "met
         kinds = getattr(torch.ops.aten, name[1]) if name else None
         if kinds and not any(torch.Tag.dynamic_output_shape in getattr(kinds, one).tags for one in kinds.overloads()):
             return flops_of(model, inputs, "cpu")  # PyTorch has no way to run it without values: weight_norm
-        from tpu_utils.trial.refusals import why_not  # only for an error
+        from tpu_utils.trial.trials import why_not  # only for an error
 
         raise InputError(why_not(error, shape)) from error
     if next(tensors_in(outputs), None) is None:

@@ -12,7 +12,7 @@ from tpu_utils.device import DEVICE_TYPE, send, world_size
 from tpu_utils.record.metrics import DeviceMetrics
 from tpu_utils.step.graphs import OneGraph
 from tpu_utils.trial.trials import TriedRun, as_tried, in_batches, is_close, place_of, values_by
-from tpu_utils.trial.tried_step import Trial, Tried
+from tpu_utils.trial.tried_step import Trial, Tried, check_alike, check_replicas
 from tpu_utils.trial.unsaved import Unsaved
 
 
@@ -43,13 +43,11 @@ def check_training(
             step.is_tried = True
             check_effect(where, trial, whole)
             if trial.is_ddp:
-                from tpu_utils.trial import two_replicas  # only for DDP
-
-                two_replicas.check_alike(where, trial)
+                check_alike(where, trial)
             if draws_on_host or not (step.couples_examples or check_mean(where, trial, whole.loss, single)):
                 return
             if trial.is_ddp:
-                two_replicas.check_replicas(where, trial, step.couples_examples)
+                check_replicas(where, trial, step.couples_examples)
             if not step.couples_examples:
                 compare_losses(trial, evaluate, run, single)
     except InputError:

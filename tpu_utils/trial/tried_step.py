@@ -1,8 +1,9 @@
-"""The training step on copies of what it was given, on the host: alone, or as one of several replicas."""
+"""The training step on copies of what it was given, on the host: alone, or as one of several replicas of DDP."""
 
 import math
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ from tpu_utils.device import IS_XLA, replica_tried
 from tpu_utils.record.metrics import DeviceMetrics
 from tpu_utils.step.graphs import OneGraph
 from tpu_utils.trial.checks import with_tensors
-from tpu_utils.trial.trials import RowsAlike, place_of
+from tpu_utils.trial.trials import RowsAlike, is_close, place_of
 from tpu_utils.trial.unsaved import Unsaved, drawing_from, host_generators
 
 
@@ -27,11 +28,6 @@ class Replica:
     count: int
     _barrier: threading.Barrier
     _given: list
-
-    @staticmethod
-    def make(count: int) -> list["Replica"]:
-        barrier, given = threading.Barrier(count, timeout=60), [None] * count  # the rest failed: BrokenBarrierError
-        return [Replica(ordinal, count, barrier, given) for ordinal in range(count)]
 
     def __enter__(self) -> None:
         self._token = replica_tried.set(self)
@@ -74,6 +70,7 @@ class Trial:
         self._step = step
         self._given = given
         self.rows = rows
+        self.even = range(len(rows[0]) // 2 * 2)  # without the last one where their number is odd
         self._ddp = [isinstance(one, DistributedDataParallel) for one in arguments]
         others = [one.module if is_ddp else one for one, is_ddp in zip(arguments, self._ddp, strict=True)]
         others = [None if i in given else one for i, one in enumerate(others)]
@@ -156,3 +153,57 @@ def average(parameter: nn.Parameter, replica: Replica | None) -> torch.Tensor:
     if replica:
         parameter.grad = replica.sum(parameter.grad) / replica.count
     return parameter.grad.clone()
+
+
+def by_two(trial: Trial, **options: bool) -> list[Tried]:
+    """The step, tried by two replicas in threads, with half of the even rows each."""
+    barrier, given = threading.Barrier(2, timeout=60), [None, None]  # where one fails: BrokenBarrierError in the other
+    with drawing_from(0), ThreadPoolExecutor(2) as threads:
+        replicas = (Replica(ordinal, 2, barrier, given) for ordinal in range(2))
+        return [*threads.map(lambda one: trial.tried(trial.even[one.ordinal :: 2], one, **options), replicas)]
+
+
+def held_alike(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(path, tensor) of parameters and buffers, but for statistics of BatchNorm, which replicate() refuses."""
+    yield from model.named_parameters()
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.modules.batchnorm._NormBase):
+            yield from module.named_buffers(path, recurse=False)
+
+
+def check_alike(where: str, trial: Trial) -> None:
+    """Raises InputError unless two replicas end a step with the same weights and buffers."""
+    one, other = (
+        {f"{name}.{path}": value for name, model in part.models.items() for path, value in held_alike(model)}
+        for part in by_two(trial, training=True)
+    )
+    if unlike := [name for name in one if not torch.equal(one[name], other[name])]:
+        raise InputError(
+            f"{where} leaves {', '.join(unlike[:3])} unlike on two replicas, and a checkpoint holds those of one: DDP "
+            "averages the gradients of the module that replicate() was given, and nothing else; expected "
+            "distributed_mnist_tpu.py, one program over all devices"
+        )
+
+
+def check_replicas(where: str, trial: Trial, couples_examples: bool) -> None:
+    """Raises InputError unless two replicas, with half of the rows each, do what one does with all of them.
+    couples_examples: it is said, as each replica has the examples of its part alone."""
+    whole, parts = trial.tried(trial.even), by_two(trial)
+    size = math.sqrt(sum(float(one.square().sum()) for one in whole.gradients.values()))
+    off = math.sqrt(sum(float((one - parts[0].gradients[n]).square().sum()) for n, one in whole.gradients.items()))
+    if off <= 1e-3 * size and is_close(whole.loss, parts[0].loss):
+        return
+    found = (
+        f"{where} gives {len(trial.even)} examples a loss of {whole.loss:.4f} on one replica, "
+        f"{parts[0].loss:.4f} on two and gradients that are {off / (size or 1):.2g} of their size apart: "
+    )
+    if not couples_examples:
+        raise InputError(
+            f"{found}a mean over a replica's part is none over the batch where weights or ignored labels differ; "
+            "expected the sum of this replica's losses over mean_over_replicas(the sum of its weights), of "
+            "tpu_utils/step/replicas.py"
+        )
+    print(
+        f"check      {found}an example has an effect on those of its replica alone, so the run depends on how many "
+        "there are; distributed_mnist_tpu.py couples the whole batch"
+    )

@@ -19,6 +19,7 @@ from torch import nn
 from tpu_utils.base.errors import InputError, is_own
 from tpu_utils.checkpoint.state import Tracked
 from tpu_utils.device import seed_host
+from tpu_utils.step.seen import shape_of
 
 NO_STATE = {*vars(nn.Module()), *vars(torch.optim.SGD([torch.zeros(1)]))}
 """Attributes that every module or optimizer has."""
@@ -160,8 +161,8 @@ class Unsaved:
                 f"{step.__name__} gets {name} from its last call, and no checkpoint holds it; expected one tensor that "
                 f"the step writes to, {name}.copy_(...), and run.track({name}={name}, ...)"
             )
-        left = self._rates
-        self._rates = {path: rate for path, rate in rates_in(named).items() if is_other(rate, left.get(path, rate))}
+        rates = rates_in(named)
+        self._rates = {path: rates[path] for path, _, _ in changes(self._rates, rates) if path in self._rates}
         if self._calls.get(id(step)) == 1:
             _, look, before = self._seen[id(step)]
             before |= {path: leaf for path, leaf in look().items() if not isinstance(leaf[0], torch.Tensor)}
@@ -170,7 +171,7 @@ class Unsaved:
         """Call it after each call of a step. batch: what goes up in each step."""
         if is_training:
             rates = rates_in(named)
-            if unused := [path for path, rate in self._rates.items() if is_other(rate, rates[path])]:
+            if unused := [path for path, _, _ in changes(self._rates, rates) if path in self._rates]:
                 raise InputError(
                     f"{step.__name__} computes with a rate of its own, so {unused[0]}, which the loop has set, has no "
                     "effect; expected another schedule, such as learning_rates(config, num_steps) times a factor of "
@@ -232,11 +233,6 @@ class Unsaved:
             raise InputError(says(step.__name__, found))
 
 
-def is_other(rate: tuple[Any, Any], before: tuple[Any, Any]) -> bool:
-    """Whether it is another tensor, or was written to."""
-    return rate[0] is not before[0] or rate[1] != before[1]
-
-
 def rates_in(named: dict[str, Any]) -> Leaves:
     """Learning rates of the groups of optimizers among these values, by path, as leaves_of() gives values."""
     return {
@@ -253,7 +249,7 @@ def says(step: str, found: list[tuple[str, Any, Any]]) -> str:
     for path, value, old in found:
         root, name = path.partition(".")[0].partition("[")[0], path.rpartition(".")[2]
         if isinstance(value, torch.Tensor):
-            names.append(f"{path} ({str(value.dtype).removeprefix('torch.')}{list(value.shape)})")
+            names.append(f"{path} ({shape_of(value)})")
             remedies.add(f"{root}={root} among what run.track() is given, and the tensor in its state_dict()")
         elif isinstance(value, bool | int | float | str):
             names.append(f"{path} ({old!r} -> {value!r})")

@@ -11,7 +11,6 @@ import argparse
 import json
 import random
 import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ from PIL import Image, ImageOps
 
 from tpu_utils.base.errors import InputError, first_line, run_script
 from tpu_utils.base.files import open_regular
+from tpu_utils.base.new_folder import written_aside
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 
@@ -66,10 +66,7 @@ def main() -> int:
         tested = max(1, len(paths) // 5)
         rows["test"] += [(path, label) for path in paths[:tested]]
         rows["train"] += [(path, label) for path in paths[tested:]]
-    arguments.data.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=arguments.data.parent) as work:
-        made = Path(work, "made")
-        made.mkdir()
+    with written_aside(arguments.data) as made:
         for part, pairs in rows.items():
             shape = (len(pairs), 3, arguments.size, arguments.size)
             # on disk: the pictures may be larger than memory
@@ -79,7 +76,6 @@ def main() -> int:
             images.flush()
             np.save(made / f"{part}_labels.npy", np.array([label for _, label in pairs]))
         (made / "classes.json").write_text(json.dumps({"classes": list(classes), "size": arguments.size}))
-        made.rename(arguments.data)
     left = f"; left out, for they end otherwise: {others} files" if others else ""
     print(f"{len(classes)} classes: {len(rows['train'])} pictures to train on, {len(rows['test'])} to test{left}")
     return 0

@@ -24,6 +24,7 @@ from language.data.chat import (
     read_chats,
     stop_tokens,
 )
+from language.data.sequence_data import Host
 from language.options.shapes import START
 from language.options.transformer_options import ChatFormat, TransformerConfig
 from tpu_utils.base.errors import InputError
@@ -190,7 +191,7 @@ def as_document(messages, T, format="plain", tokenizer=PLAIN):
 def test_each_conversation_once_an_epoch_whole_and_the_answers_are_the_targets(processes):
     T, chats = 100, random_chats(150)
     encoded, truncated = encode_chats(chats, "plain", PLAIN, T)
-    sources = [ChatPacks(encoded, T, 8 // processes, 3, True, i, processes) for i in range(processes)]
+    sources = [ChatPacks(encoded, T, 8 // processes, 3, True, Host(i, processes)) for i in range(processes)]
     wanted = Counter(as_document(messages, T) for _, messages in chats)
     steps, epochs = sources[0].batches_per_epoch, []
     for epoch in range(3):
@@ -351,11 +352,11 @@ def write_chats(path, chats):
     path.write_text("".join(json.dumps({"messages": messages}) + "\n" for _, messages in chats))
 
 
-def test_load_chats(tmp_path):
+def test_load(tmp_path):
     chats = random_chats(50)
     write_chats(tmp_path / "x.jsonl", chats)
     config = small_config(tmp_path, gradient_accumulation_steps=2)
-    data = chat_data.load_chats(config, PLAIN)
+    data = chat_data.load(config)
     assert data.description == (
         "45 conversations to train on, 5 to validate, format plain; 2,506 tokens in 17 rows, 91.6% full, 36.0% of them "
         "targets; 0 truncated"
@@ -363,16 +364,16 @@ def test_load_chats(tmp_path):
     assert data.train.batch(0).shape == (4, 161) and data.validation.batch(0).shape == (4, 161)
     seen = documents_in([data.validation.batch(step) for step in range(data.validation_batches)])
     assert Counter(map(tuple, seen)) == Counter(as_document(messages, 160) for _, messages in chats[45:])
-    part = chat_data.load_chats(config, PLAIN, 1, 2)
+    part = chat_data.load(config, 1, 2)
     np.testing.assert_array_equal(part.train.batch(1), data.train.batch(1)[2:])
     assert part.fingerprint() == data.fingerprint()
     write_chats(tmp_path / "y.jsonl", chats[:7])
-    held_out = chat_data.load_chats(dataclasses.replace(config, validation_data="y.jsonl"), PLAIN)
+    held_out = chat_data.load(dataclasses.replace(config, validation_data="y.jsonl"))
     assert held_out.description.startswith("50 conversations to train on, 7 to validate")
     assert held_out.fingerprint() != data.fingerprint()
 
 
-def test_what_does_not_fit_is_refused(tmp_path):
+def test_what_does_not_fit_is_refused(tmp_path, monkeypatch):
     config = small_config(tmp_path)
     with pytest.raises(InputError, match=r"x\.jsonl: no such file; expected conversations"):
         chat_data.check(config)
@@ -383,5 +384,6 @@ def test_what_does_not_fit_is_refused(tmp_path):
         chat_data.check(small_config(tmp_path, train_data=""))
     write_chats(tmp_path / "x.jsonl", random_chats(9))
     chat_data.check(config)
+    monkeypatch.setattr(chat_data, "tokenizer_of", lambda config: ALL)
     with pytest.raises(InputError, match=r"^the tokenizer has 265 tokens, but the model 257; expected the tokenizer"):
-        chat_data.load_chats(config, ALL)
+        chat_data.load(config)

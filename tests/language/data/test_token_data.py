@@ -16,6 +16,7 @@ from language import sequences
 from language.data import llmc_files
 from language.data.chat import read_chats
 from language.data.entries import entries_of
+from language.data.sequence_data import Host
 from language.data.stream_files import list_files
 from language.data.synthetic import MarkovChain
 from language.data.text import END_OF_DOCUMENT_BYTE, TextWindows, read_documents, split_documents
@@ -42,7 +43,7 @@ def test_shards_are_read_in_llmc_order(tmp_path):
     write_shard(tmp_path / "b_000.bin", first)
     write_shard(tmp_path / "b_001.bin", second)
     for process in (0, 1):
-        source = TokenShards(str(tmp_path / "b_*.bin"), 2000, T, rows, process, 2)
+        source = TokenShards(str(tmp_path / "b_*.bin"), 2000, T, rows, Host(process, 2))
         assert source.batches_per_epoch == 3
         for step, (tokens, start) in enumerate([(first, 0), (first, 24), (second, 0), (first, 0)]):
             at = start + process * rows * T
@@ -149,7 +150,7 @@ def test_every_byte_is_a_target_once_and_documents_stay_apart(bucketed):
         bytes(random.integers(0, 64, n).astype(np.uint8) + 64 * (i % 4)) for i, n in enumerate([5, 700, 256, 1, 130])
     ]
     T, rows = 256, 2
-    parts = [TextWindows(documents, T, rows, 1, True, bucketed, process, 2) for process in (0, 1)]
+    parts = [TextWindows(documents, T, rows, 1, True, bucketed, Host(process, 2)) for process in (0, 1)]
     for epoch in (0, 1):
         windows = [row for part in parts for batch in epoch_of(part, epoch) for row in batch]
         targets = np.concatenate([row[1:][row[1:] >= 0] for row in windows])
@@ -194,7 +195,7 @@ def test_markov_chain_has_the_entropy_it_says():
     assert abs((per_state * counts.sum(1)).sum() / counts.sum() - chain.entropy) < 2e-3
     assert abs(chain.entropy - 1.75 * np.log(2)) < 1e-12
     assert not np.array_equal(chain.batch(0), chain.batch(1)) and np.array_equal(chain.batch(3), chain.batch(3))
-    halves = [MarkovChain(16, 256, 32, process_index=i, process_count=2).batch(5) for i in (0, 1)]
+    halves = [MarkovChain(16, 256, 32, host=Host(i, 2)).batch(5) for i in (0, 1)]
     np.testing.assert_array_equal(np.concatenate(halves), chain.batch(5))
 
 

@@ -27,7 +27,8 @@ from language.options.llama_shape import LlamaShape
 from language.options.transformer_options import TransformerConfig
 from language.sequences import check_files
 from language.weights import sources
-from tools import convert_hf, prepare_data, tokenizer_training
+from tools import convert_hf, prepare_data
+from tools import train_tokenizer as own_tokenizer
 from tpu_utils.base.errors import InputError
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.options.parsing import as_json
@@ -287,9 +288,9 @@ def test_shards_of_another_tokenizer_than_the_models_are_refused(tmp_path):
     """Both have one size, so every token passed: a model was trained on other texts than its own, without a word."""
     words = {"own": [f"{number:x}" for number in range(4000)], "other": Path(__file__).read_text().split()}
     for name in words:
-        made = tokenizer_training.train_tokenizer([" ".join(words[name])], 400)
+        made = own_tokenizer.train_tokenizer([" ".join(words[name])], 400)
         for folder in (name, f"{name}_tokenizer"):
-            tokenizer_training.write_tokenizer(made, tmp_path / folder)
+            own_tokenizer.write_tokenizer(made, tmp_path / folder)
         for part, order in (("train", 1), ("val", -1)):
             write_token_shard(tmp_path / f"{name}_{part}_000000.bin", np.arange(256)[::order], 400)
 

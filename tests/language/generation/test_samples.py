@@ -10,7 +10,7 @@ from run_files import assert_identical, read_lines, state_in
 from test_transformer_tpu import train_all
 
 from language.generation.decoding import generate
-from language.generation.sample_prompts import ask_of_run, check_samples, sampling_options
+from language.generation.sample_prompts import ask_of_run, sampling_options
 from language.options.transformer_options import TransformerConfig
 from language.weights.run_weights import read_run
 from language.weights.sources import load, open_source
@@ -56,7 +56,7 @@ def test_a_run_with_samples_ends_with_the_same_bits_and_texts_of_one_device(tmp_
     assert summary["train_graphs"] == summary["eval_graphs"] == 1 and not summary["host_to_device_uploads_per_step"]
 
     config, _ = read_run(tmp_path / "sampled")
-    tokenizer, asked = ask_of_run(config, tmp_path / "sampled")
+    tokenizer, asked = ask_of_run(config)
     device = torch_xla.device()
     trained = load(open_source(run_dir=tmp_path / "sampled"), device)
     found = generate(trained, asked.prompts, sampling_options(config, 6), device, asked.ends, stops=asked.stops)
@@ -96,5 +96,6 @@ def test_seeds_come_from_the_step():
     ],
 )
 def test_prompts_that_cannot_be_read_are_refused(changes, said):
+    config = TransformerConfig(sample_every=1, sequence_length=128, vocab_size=64, **changes)
     with pytest.raises(InputError, match=said):
-        check_samples(TransformerConfig(sample_every=1, sequence_length=128, vocab_size=64, **changes))
+        ask_of_run(config)

@@ -46,7 +46,7 @@ def random_model(shape: ModelShape, **options):
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            mean = 1.0 - shape.conventions.norm_offset if "ln" in name and name.endswith("weight") else 0.0
+            mean = 1.0 - shape.norm_offset if "ln" in name and name.endswith("weight") else 0.0
             parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator) + mean)
     return model
 

@@ -62,7 +62,7 @@ def hugging_face_model(shape: ModelShape, seed: int = 0):
     config = transformers.AutoConfig.for_model(**hugging_face_config(shape))
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    mean = 1.0 - shape.conventions.norm_offset  # the weights of norms
+    mean = 1.0 - shape.norm_offset  # the weights of norms
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             is_scale = "norm" in name or ("ln_" in name and name.endswith("weight"))

@@ -16,7 +16,6 @@ from language.models.gpt import GPT
 from language.models.llama import Llama
 from language.models.operations import losses
 from language.options.shapes import ModelShape
-from language.options.transformer_options import TransformerConfig
 from language.xla.saved_activations import LayerExecution
 from tpu_utils.base.errors import InputError
 
@@ -47,7 +46,7 @@ def test_losses_and_gradients_are_those_of_whole_logits(name, parts):
     assert gradients.keys() == whole.keys()
     for key in whole:
         torch.testing.assert_close(
-            gradients[key], whole[key], rtol=1e-4, atol=1e-6, msg=lambda text, key=key: key + text
+            gradients[key], whole[key], rtol=1e-4, atol=2e-6, msg=lambda text, key=key: key + text
         )
 
 
@@ -78,15 +77,16 @@ def test_a_run_has_the_same_losses_in_one_graph(tmp_path):
         assert one["gradient_norm"] == pytest.approx(other["gradient_norm"], rel=1e-4)
 
 
-def test_it_takes_less_memory(forked, capsys):
-    """32 sequences of 1,024 tokens, two layers of width 64 and GPT-2's 50,304 logits."""
-    options = "--dataset tokens --precision bfloat16 --model_size 124M --num_layers 2 --embedding_dim 64"
-    options += " --num_heads 1 --global_batch_size 32 --loss_parts 8 --topology v6e-1 --plan --json"
-    assert aot_tpu.main(["transformer_tpu.py", *options.split()]) == 0
-    whole_logits = 32 * 1024 * 50304 * 2
-    assert json.loads(capsys.readouterr().out)[0]["memory"]["activations"] < whole_logits / 3
-
-
-def test_parts_that_are_not_even_are_refused():
-    with pytest.raises(InputError, match=r"loss_parts \(3\) must divide sequence_length \(256\); try 1"):
-        TransformerConfig(sequence_length=256, loss_parts=3)
+def test_it_takes_less_memory_and_sends_no_more(forked, capsys):
+    """64 sequences of 1,024 tokens over 8 devices, two layers of width 64 and GPT-2's 50,304 logits. The head is
+    gathered in each pass, not in one; parts of the tokens gathered it for each part."""
+    options = "--dataset tokens --precision bfloat16 --model_size 124M --num_layers 2 --embedding_dim 64 --num_heads 1"
+    options += " --global_batch_size 64 --mesh 1x8x1 --topology v6e-8 --plan --json --loss_parts"
+    reports = {}
+    for parts in ("1", "8"):
+        assert aot_tpu.main(["transformer_tpu.py", *options.split(), parts]) == 0
+        reports[parts] = json.loads(capsys.readouterr().out)[0]
+    whole_logits = 8 * 1024 * 50304 * 2
+    assert reports["8"]["memory"]["activations"] < whole_logits / 3
+    sent = {parts: sum(of["sent_bytes"] for of in r["collectives"].values()) for parts, r in reports.items()}
+    assert sent["8"] - sent["1"] == pytest.approx(7 / 8 * 50304 * 64 * 2, rel=0.2)

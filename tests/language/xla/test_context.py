@@ -125,7 +125,7 @@ def test_each_way_of_attention_is_attention_over_the_whole(devices, cases):
             4,
             r"context_attention is ulysses, but tensor x context \(2 x 2\) does not divide the 2 heads of keys",
         ),
-        (dict(mesh="1x1x1x2", loss_parts=2), 2, "loss_parts is 2, but the context axis of the mesh is 2; expected 1"),
+        (dict(mesh="1x1x1x2", loss_parts=2), 2, "loss_parts is 2, but the mesh's context axis is 2; expected 1"),
         (dict(mesh="1x2x1", context_attention="gather"), 2, "context_attention is gather, but the mesh has no context"),
     ],
 )

@@ -182,6 +182,34 @@ def test_a_reduce_scatter_takes_what_an_all_reduce_takes():
     assert exposed_ms(program, V6E, 8) == pytest.approx(reduced * 1e3 / 4), "a compiled step: the least there is"
 
 
+ON_SPARSE_CORE = """
+%called (g: bf16[8192,8192]) -> bf16[1024,8192] {
+  %g = bf16[8192,8192]{1,0} parameter(0)
+  ROOT %rows = bf16[1024,8192]{1,0} reduce-scatter(%g), channel_id=1, replica_groups=[1,8]<=[8], BY
+}, execution_thread="sparsecore"
+%meanwhile (g: bf16[8192,8192]) -> bf16[1024,8192] {
+  %g = bf16[8192,8192]{1,0} parameter(0)
+  ROOT %call = bf16[1024,8192]{1,0} call(%g), to_apply=%called
+}, execution_thread="sparsecore"
+
+ENTRY %main (a: bf16[8192,8192]) -> bf16[1024,8192] {
+  %a = bf16[8192,8192]{1,0} parameter(0)
+  %begin = ((bf16[8192,8192]{1,0}), bf16[1024,8192]{1,0}, u32[]) async-start(%a), calls=%meanwhile
+  %p = bf16[8192,8192]{1,0} convolution(%a, %a), dim_labels=bf_io->bf
+  ROOT %there = bf16[1024,8192]{1,0} async-done(%begin)
+}
+""".replace("BY", 'to_apply=%add, backend_config={"device_type":"DEVICE_TYPE_SPARSECORE"}')
+
+
+def test_a_sparse_core_reduces_beside_products_at_half_the_rate():
+    """v6e's is handed the collective by a call, and was once taken to keep the step waiting."""
+    program = parse_program(with_prices(ON_SPARSE_CORE, V6E))
+    reduced = 7 / 8 * 8192 * 8192 * 2 / (link_share("reduce-scatter", V6E, True) * V6E.hardware.link_gb_per_s * 1e9)
+    product = 2 * 8192**3 / (V6E.hardware.bf16_tflops * 1e12 * MATRIX_SHARE)
+    assert link_share("reduce-scatter", V6E, True) == corner_share(V6E) / 4 and reduced > product
+    assert exposed_ms(program, V6E, 8, link_share) == pytest.approx((reduced - product) * 1e3, rel=1e-3)
+
+
 def test_a_corner_has_fewer_links():
     shares = {
         "v6e-1": 1.0,

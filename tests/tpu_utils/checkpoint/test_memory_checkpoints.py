@@ -18,12 +18,12 @@ from test_peers import outcome, together
 from config import MnistConfig
 from tools.keep_running import MEMORY_DIR
 from tpu_utils.base.errors import InputError, SaveError
+from tpu_utils.base.files import field_in
 from tpu_utils.base.process import Peers
 from tpu_utils.base.restarts import memory_folder, newest_checkpoint
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.checkpoint.memory import MemoryCheckpoints, kind_of_files, open_memory
 from tpu_utils.checkpoint.state import HostCopy
-from tpu_utils.options.stored import run_id_in
 
 TINY = ["--warmup_steps=2", "--channels=4", "--hidden_dim=16", "--learning_rate=3e-3", "--max_shift=0", "--log_every=7"]
 TINY += ["--device=cpu", "--no_tensorboard", "--save_every=1000", "--num_epochs=2", "--save_memory_every=5"]
@@ -136,7 +136,7 @@ def test_what_the_killed_run_had_in_memory_is_used_also_by_one_that_keeps_none(l
     """A folder of another user is passed over by it."""
     run_dir, folder, memory = lost
     folder.chmod(mode)
-    disk = Checkpoints(run_dir / "checkpoints", 3, run_id=run_id_in(run_dir))
+    disk = Checkpoints(run_dir / "checkpoints", 3, run_id=field_in(run_dir / "config.json", "run_id", str) or "")
     kept, step = open_memory(MnistConfig(save_memory_every=every, memory_dir=str(memory)), str(run_dir), disk)
     assert step == (20 if is_used else None) and disk.steps() == [20] * is_used
     assert (kept is not None, folder.exists()) == (every > 0, every > 0 or not is_used)
@@ -150,7 +150,7 @@ def test_a_stop_saves_on_disk_and_gives_the_memory_back(tmp_path):
 
 def bring(run_dir: Path, memory: Path) -> tuple[int | None, list[int]]:
     """(step of the checkpoint that was brought, the steps on disk then)."""
-    disk = Checkpoints(run_dir / "checkpoints", 3, run_id=run_id_in(run_dir))
+    disk = Checkpoints(run_dir / "checkpoints", 3, run_id=field_in(run_dir / "config.json", "run_id", str) or "")
     return MemoryCheckpoints(str(run_dir), str(memory), disk).bring_to_disk(), disk.steps()
 
 

@@ -69,7 +69,7 @@ def test_inductor_gets_the_settings_that_this_torch_has(monkeypatch):
     """torch 2.9 and 2.11 lack some, and inductor refuses a name that it does not know."""
     asked = {}
     monkeypatch.setattr(dynamo, "lookup_backend", lambda name: lambda *_, config_patches: asked.update(config_patches))
-    monkeypatch.setattr(dynamo, "_compiler", "inductor")
+    monkeypatch.setattr(dynamo, "compiler", "inductor")
     dynamo._compile_graph("cpu", torch.fx.symbolic_trace(torch.nn.Identity()), [])
     assert set(inductor.get_config_copy()) >= set(asked) >= {"fallback_random", "shape_padding"}
 

@@ -28,9 +28,8 @@ from tpu_utils.options.environment import attached_chips, choose_device
 from tpu_utils.options.parsing import parse_command_line
 from tpu_utils.remote import hosts as hosts_module
 from tpu_utils.remote import meeting as peers_module
-from tpu_utils.remote.hosts import settle_hosts
+from tpu_utils.remote.hosts import read_secret, settle_hosts
 from tpu_utils.remote.meeting import Meeting
-from tpu_utils.remote.secret import read_secret
 
 GKE = dict(TPU_SKIP_MDS_QUERY="true", VBAR_CONTROL_SERVICE_URL="unix:///var/run/tpu-plugin/vbar.sock")
 ONE = dict(TPU_WORKER_ID="0", TPU_WORKER_HOSTNAMES="localhost", TPU_HOST_BOUNDS="1,1,1")

@@ -22,8 +22,8 @@ from tpu_utils.base.process import Peers
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.remote import meeting as peers_module
 from tpu_utils.remote import wire
+from tpu_utils.remote.hosts import read_secret
 from tpu_utils.remote.meeting import Meeting, meet_replicas, wait_for_peers
-from tpu_utils.remote.secret import read_secret
 from tpu_utils.remote.wire import Link, Listener, WireError
 
 SECRET = b"a secret of the run's own"

@@ -159,6 +159,8 @@ def test_batch_norm_over_several_replicas_is_refused(monkeypatch):
     message = r"there are 8 replicas, and in each norm \(BatchNorm2d\) would have .*; use distributed_mnist_tpu.py"
     with pytest.raises(InputError, match=message):
         ddp_mnist_tpu.replicate(Normed(8, 0, 0), tracing=True)
+    with pytest.raises(InputError, match=r"in each 0 \(InstanceNorm1d\) would have the"):
+        ddp_mnist_tpu.replicate(torch.nn.Sequential(torch.nn.InstanceNorm1d(3, track_running_stats=True)), tracing=True)
 
 
 @pytest.mark.parametrize("name", LADDER)

@@ -30,7 +30,7 @@ from tools.on_chip.bench import find_machine
 from tools.on_chip.chip_peaks import PEAKS, least_sent
 from tools.on_chip.steps import STEPS
 from tpu_compiler.estimate.calibration import read_calibration
-from tpu_utils.base.errors import DeviceError, InputError, run_script
+from tpu_utils.base.errors import DeviceError, InputError, TrainingError, run_script
 from tpu_utils.base.versions import TESTED_VERSIONS
 from tpu_utils.options.parsing import presets_of
 
@@ -300,6 +300,12 @@ def test_what_failed_is_recorded_and_tried_again_and_the_rest_goes_on(vm, capsys
         assert vm.calibrate() == 0 and len(vm.started) == started
     lines = re.findall(r"^ ?\d+/\d+ .*", capsys.readouterr().out, re.M)
     assert lines and all("(before)" in line for line in lines), "also what cannot be measured here"
+
+
+def test_losses_that_differ_are_a_promise_not_kept():
+    assert bench.compare([1.0, 2.0], [1.0, 2.005], 1e-2)["largest_difference"] == pytest.approx(5e-3)
+    with pytest.raises(TrainingError, match=r"not kept: 2 losses differ by up to .*, expected 1e-05"):
+        bench.compare([1.0, 2.0], [1.0, 2.005], 1e-5)
 
 
 def test_another_machine_begins_anew(tmp_path, capsys):

@@ -50,6 +50,9 @@ def test_what_is_kept_comes_back_and_what_is_damaged_does_not(tmp_path):
     kept, report = Cache(tmp_path), a_report(costliest_lines=[("a.py:1", 2.5)], reason="a long text\n" * 2000)
     kept.write("answer_1", report)
     assert kept.read("answer_1", Report) == report
+    compiled = Compiled("HloModule m\n" * 10**6, 1, 2, 3, 4, 5, 6.0, 7.0)
+    kept.write("program_1", compiled)
+    assert kept.read("program_1", Compiled) == compiled, "a text larger than the JSON may be"
     assert kept.read("answer_2", Report) is None
     assert kept.read("answer_1", search.Answer) is None  # it is another kind
     path = tmp_path / "answer_1.json.gz"
@@ -759,6 +762,7 @@ def test_loops_and_slices_count_what_they_move():
     # a row is read out of the stack and written, read again into on-chip memory, read and written into the stack
     reduced = {"count": 5, "bytes": 5 * row, "sent_bytes": 5 * row * 2 * 3 / 4}
     assert read_collectives(computations, num_devices=8) == {"all-reduce": reduced}
+    assert sum(read_cycles(computations)[0].values()) == 5 * 2 * 100
     assert moved_bytes(computations) == 5 * (2 * row + 4 + row + 2 * row) + 2 * stack
     assert ruled_ms(computations, V5E) == pytest.approx(2 * stack / 819e9 * 1e3)
     assert moved_bytes(parse_program(ROWS_OF_BYTES)) == 8 * 1024 + 8 * 4 + 8 * 1024, "in another tiling: its rows"

@@ -71,10 +71,8 @@ class Attempt:
             self.child.send_signal(number)
 
     def end(self) -> None:
-        """End it, stuck or not, and what it has started.
-
-        By SIGABRT: faulthandler prints the stacks, and the process dies. A frozen one has to be woken for that.
-        """
+        """End it, stuck or not, and what it has started. By SIGABRT: faulthandler prints the stacks, and the process
+        dies. A frozen one has to be woken for that."""
         if self.child.poll() is None:
             for number in (signal.SIGABRT, signal.SIGCONT):
                 with contextlib.suppress(ProcessLookupError):

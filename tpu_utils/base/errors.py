@@ -103,10 +103,8 @@ def line_of(error: BaseException) -> str:
 
 def run_script(main: Callable[[], int], answers: bool = False) -> int:
     """Exit code of main: its own, 2 for an InputError, 1 for a TrainingError, each as a message without a traceback.
-
     Lost output is no error, because the results are in files. answers: the result is what main prints, so losing it to
-    a full disk is an error.
-    """
+    a full disk is an error."""
     never_fail_to_print()
     try:
         code = main()

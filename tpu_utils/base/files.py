@@ -27,11 +27,9 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def open_regular(path: Path, expected: str, follow: bool = True) -> BinaryIO:
-    """The file, opened to be read. Raises InputError for what is missing or no regular file.
-
-    A FIFO waits for a writer, a device need not end: neither is opened. expected: what the file should be, in words.
-    follow: a link that the user names is followed; one in a folder that came from elsewhere is not.
-    """
+    """The file, opened to be read. Raises InputError for what is missing or no regular file. A FIFO waits for a writer,
+    a device need not end: neither is opened. expected: what the file should be, in words. follow: a link that the user
+    names is followed; one in a folder that came from elsewhere is not."""
     never = 0 if follow else os.O_NOFOLLOW
     try:
         kind = stat.S_IFMT(path.stat(follow_symlinks=follow).st_mode)

@@ -82,10 +82,8 @@ OTHER_STALL = "do the other hosts still run (a step waits for all of them)? is t
 
 def watch_for_stalls(goodput: Goodput, stall_seconds: float) -> None:
     """Print where every thread stands, once per stall, when a run makes no progress for stall_seconds; 0: never.
-
     Progress is what Goodput sees: a batch read, a step or evaluation batch sent off, a save begun or ended. Start-up
-    and compiling may take six times as long. It ends nothing: what the run waits for may still come.
-    """
+    and compiling may take six times as long. It ends nothing: what the run waits for may still come."""
     if stall_seconds > 0:
         # no reference to goodput: the thread ends with the run
         arguments = (weakref.ref(goodput), stall_seconds)

@@ -32,11 +32,9 @@ class CheckpointReader(StepFolders):
         self.run_id = run_id
 
     def load_for_resume(self, resume: str) -> Saved | None:
-        """The newest complete checkpoint; None when a new run is to begin. All processes must call it.
-
-        resume is never, auto or must. A damaged checkpoint is named and the one before it is used. Raises
-        CheckpointError when all are damaged, or when there is none and resume is must.
-        """
+        """The newest complete checkpoint; None when a new run is to begin. All processes must call it. resume is never,
+        auto or must. A damaged checkpoint is named and the one before it is used. Raises CheckpointError when all are
+        damaged, or when there is none and resume is must."""
         saved: Saved | None = None
 
         def load() -> dict[str, Any] | None:
@@ -102,11 +100,9 @@ class CheckpointReader(StepFolders):
         return newest if best["step"] == newest.step else read_checkpoint(self.path(best["step"]), newest.run_id)
 
     def restore(self, saved: Saved, parts: dict[str, Any]) -> None:
-        """Fill the tensors in parts, nestings as they were saved. All processes must call it.
-
-        They stay where they are: a sharded one gets each device's shard, whatever mesh or single device it was saved
-        from. Raises CheckpointError before anything is changed if names, shapes or types differ.
-        """
+        """Fill the tensors in parts, nestings as they were saved. All processes must call it. They stay where they are:
+        a sharded one gets each device's shard, whatever mesh or single device it was saved from. Raises CheckpointError
+        before anything is changed if names, shapes or types differ."""
         wanted = tensors_by_path(parts)
         found = {path: entry.kind for path, entry in saved.entries.items() if path.split("/")[0] in parts}
         check_alike({path: kind_of(tensor) for path, tensor in wanted.items()}, found)

@@ -153,10 +153,8 @@ class MemoryCheckpoints(Checkpoints):
 
     def bring_to_disk(self) -> int | None:
         """Put the newest checkpoint that the machines' memories have whole into the run directory, if it is newer than
-        all there. Returns its step. All processes must call it. Raises SaveError where the disk does not take it.
-
-        The memory is given back then, and where what it holds is of no use.
-        """
+        all there. Returns its step. All processes must call it. Raises SaveError where the disk does not take it. The
+        memory is given back then, and where what it holds is of no use."""
         newest, tokens = self._peers.from_first(self._known)
         own = {str(s): found for s in self.steps() if (found := self._found(s, tokens.get(str(s)), newest))}
         have = self._peers.gather(own)  # by process
@@ -184,10 +182,8 @@ class MemoryCheckpoints(Checkpoints):
 
     def _found(self, step: int, token: str | None, newest: int) -> dict[str, Any] | None:
         """What this machine has of a checkpoint: its marker, and the names of the files that are "here" and whole.
-
         newest: the newest step on disk. A checkpoint that names a later one as the best does not count: that was lost
-        while it was written, and the run has to come there again.
-        """
+        while it was written, and the run has to come there again."""
         folder = self.path(step)
         try:
             marker = read_marker(folder)

@@ -22,11 +22,8 @@ def find_beginning(
     config: "TrainConfig", run: dict[str, Any], num_steps: int, run_dir: RunDir, peers: Peers, batches: Any = None
 ) -> Beginning:
     """run: what the checkpoint must belong to: options, and the data. batches: those of a stream are brought to where
-    they stood, by their seek(). All processes must call it.
-
-    Raises InputError where the checkpoint belongs to another run, or to another number of steps, CheckpointError for
-    one that cannot be resumed from.
-    """
+    they stood, by their seek(). All processes must call it. Raises InputError where the checkpoint belongs to another
+    run, or to another number of steps, CheckpointError for one that cannot be resumed from."""
     reader = CheckpointReader(run_dir.folder / "checkpoints", peers, run_dir.mirror, run_dir.run_id)
     saved = reader.load_for_resume(config.resume)
     if saved is None:
@@ -62,10 +59,8 @@ def find_beginning(
 
 
 def check_same_run(config: dict[str, Any], saved: dict[str, Any], free: set[str]) -> None:
-    """Raises InputError if a field that shapes the computation is not what the checkpoint was made with.
-
-    free: names of the fields that may differ.
-    """
+    """Raises InputError if a field that shapes the computation is not what the checkpoint was made with. free: names of
+    the fields that may differ."""
     names = sorted((config.keys() | saved.keys()) - free)
     changed = [f"{n} is {config.get(n)!r}, was {saved.get(n)!r}" for n in names if config.get(n) != saved.get(n)]
     if changed:
@@ -76,11 +71,9 @@ def check_same_run(config: dict[str, Any], saved: dict[str, Any], free: set[str]
 
 
 def check_length(config: "TrainConfig", num_steps: int, before: int, done: int) -> None:
-    """Raises InputError unless a run planned for `before` steps, of which `done` are done, may go on to num_steps.
-
-    It may if learning_rates() gives every step already done the rate that it had: the run then ends bit-identical to
-    one that was started with num_steps.
-    """
+    """Raises InputError unless a run planned for `before` steps, of which `done` are done, may go on to num_steps. It
+    may if learning_rates() gives every step already done the rate that it had: the run then ends bit-identical to one
+    that was started with num_steps."""
     option = next((f"--{name}" for name in RUN_LENGTH_FIELDS if hasattr(config, name)), "number of steps")
     if num_steps == before:
         return

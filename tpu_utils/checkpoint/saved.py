@@ -87,10 +87,8 @@ class Saved:
 
 
 def read_checkpoint(folder: Path, run_id: str = "") -> Saved:
-    """What a checkpoint folder holds. run_id: the run it must be of, when that is known.
-
-    Every byte is checked before a tensor is mapped. Raises DamagedCheckpoint, and CheckpointError for one in format 1.
-    """
+    """What a checkpoint folder holds. run_id: the run it must be of, when that is known. Every byte is checked before a
+    tensor is mapped. Raises DamagedCheckpoint, and CheckpointError for one in format 1."""
     if (folder / "state.pt").exists():
         raise CheckpointError(
             f"checkpoint {folder} is in format 1, a pickle, which is not read because its bytes could corrupt memory "
@@ -168,10 +166,8 @@ def check_alike(wanted: dict[str, Kind], found: dict[str, Kind]) -> None:
 
 
 def better(best: dict[str, Any] | None, step: int, fields: dict[str, float]) -> dict[str, Any] | None:
-    """The better of the best evaluation so far and this one: its step, the field that was compared, and its value.
-
-    Of equal values the earlier is the best; one that is not finite never is. Raises InputError without such a field.
-    """
+    """The better of the best evaluation so far and this one: its step, the field that was compared, and its value. Of
+    equal values the earlier is the best; one that is not finite never is. Raises InputError without such a field."""
     name = next((name for name in BEST_IS_LARGEST if name in fields), None)
     if name is None:
         raise InputError(

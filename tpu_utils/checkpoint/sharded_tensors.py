@@ -50,10 +50,8 @@ def unpadded(shard) -> tuple[tuple[int, ...], torch.Tensor]:
 
 
 def write_shards(copy: HostCopy, aside: Path, target: Path, index: int, mirror: "Mirror | None") -> dict[str, Any]:
-    """Write this process's shards. Returns file, checksums and index, or the problem: the others wait for it.
-
-    aside, target: the checkpoint's folder while it is written, and after. index: of this process.
-    """
+    """Write this process's shards. Returns file, checksums and index, or the problem: the others wait for it. aside,
+    target: the checkpoint's folder while it is written, and after. index: of this process."""
     name, apart = shard_file(index), mirror and index > 0
     folder = target if apart else aside  # in the bucket the marker alone says what is complete
     tensors, index_of_own = {}, {}

@@ -121,11 +121,9 @@ def write_marker(folder: Path, step: int, run_id: str, files: dict[str, dict[str
 
 
 def tensors_by_path(state: Any, path: str = "") -> dict[str, torch.Tensor]:
-    """The tensors in a nesting of dicts, lists and tuples. The path joins keys and positions: state/0/exp_avg.
-
-    Without an optimizer's param_groups: its numbers come from the options, the rate from the table. Raises TypeError
-    for anything else that is no tensor, because it would be lost without a word.
-    """
+    """The tensors in a nesting of dicts, lists and tuples. The path joins keys and positions: state/0/exp_avg. Without
+    an optimizer's param_groups: its numbers come from the options, the rate from the table. Raises TypeError for
+    anything else that is no tensor, because it would be lost without a word."""
     if isinstance(state, torch.Tensor):
         return {path: state}
     if isinstance(state, dict):

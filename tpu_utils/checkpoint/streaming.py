@@ -55,9 +55,7 @@ def write_checkpoint(
     tensors: Iterator[tuple[str, torch.Tensor]],
 ) -> None:
     """A checkpoint of weights that no run has in memory: (path, tensor) one after another, in the order of kinds.
-
-    folder: a new one. The marker comes last. Raises OSError.
-    """
+    folder: a new one. The marker comes last. Raises OSError."""
     folder.mkdir(parents=True)
     sums = {WHOLE_FILE: stream_tensors(folder / WHOLE_FILE, kinds, tensors)}
     sums[INDEX_FILE] = write_index(folder, step, values, {path: Entry(kind) for path, kind in kinds.items()})

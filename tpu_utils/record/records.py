@@ -63,11 +63,9 @@ def as_numbers(value: object, ndim: int) -> np.ndarray:
 
 
 def read_curves(path: Path, fields: dict[str, int]) -> dict[tuple[str, str], tuple[np.ndarray, np.ndarray]]:
-    """(steps, values) of these fields, by kind and name. Each step stands once, in order: its last line counts.
-
-    fields: the number of dimensions of each. Nothing else is kept, 16 bytes a number, however long the file. A line
-    where one is no number, or a table of another shape than before, is damaged; a warning names these lines.
-    """
+    """(steps, values) of these fields, by kind and name. Each step stands once, in order: its last line counts. fields:
+    the number of dimensions of each. Nothing else is kept, 16 bytes a number, however long the file. A line where one
+    is no number, or a table of another shape than before, is damaged; a warning names these lines."""
     columns, shapes, damaged = {}, {}, DamagedLines(path)
     for place, _, record in read_records(path):
         try:

@@ -51,10 +51,8 @@ class Speed:
 
     def measure(self) -> dict[str, float | None]:
         """Fields of a train line for the steps since start() or the last measure(). All None when there were none.
-
         host_seconds: CPU time of the loop's thread for a step. If it is as long as the step, the device waits for the
-        host.
-        """
+        host."""
         steps, count, before, busy = self._steps, self._count, self._seconds, self._busy
         transfers = self.transfers.measure(steps)
         self.start()

@@ -38,11 +38,9 @@ class Said(NamedTuple):
 
 
 def settle_hosts(chips: list[Generation], environment: MutableMapping[str, str] = os.environ) -> tuple[int, list[str]]:
-    """(index of this host, addresses of all hosts of its slice). A host that is told of no others is alone.
-
-    chips: attached to this host. Without metadata, this sets the environment variables that torch_xla and libtpu read
-    in its place. Raises InputError for contradictions, DeviceError where a TPU VM's metadata server fails.
-    """
+    """(index of this host, addresses of all hosts of its slice). A host that is told of no others is alone. chips:
+    attached to this host. Without metadata, this sets the environment variables that torch_xla and libtpu read in its
+    place. Raises InputError for contradictions, DeviceError where a TPU VM's metadata server fails."""
     said, names = in_environment(environment), ("TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE")
     # hosts of a larger slice have 4 chips each, of any generation; with others a host is a slice by itself
     alone = said.addresses is not None or len(chips) != 4
@@ -154,10 +152,8 @@ def ask_server(key: str, seconds: float) -> Reply:
 
 
 def ask_metadata(key: str, alone: bool) -> str | None:
-    """An attribute of the VM, or None: there is no such attribute (404), or no such server.
-
-    alone: silence too means that there is none. Else, and for a server that fails, raises DeviceError.
-    """
+    """An attribute of the VM, or None: there is no such attribute (404), or no such server. alone: silence too means
+    that there is none. Else, and for a server that fails, raises DeviceError."""
     reply = ask_server(f"attributes/{key}", SILENT_SECONDS if alone else KNOWN_SECONDS)
     if reply.code == 200:
         return reply.value.decode(errors="replace")
@@ -182,10 +178,8 @@ def chips_in(kind: str, chip: Generation) -> int:
 
 
 def check_type(kind: str | None, chips: list[Generation], hosts: int, environment: Mapping[str, str]) -> None:
-    """Raises InputError where the accelerator type cannot be read, or needs more chips than these hosts have.
-
-    Fewer may be right: a container sees all chips of its machine on the PCI bus, and may have been given some of them.
-    """
+    """Raises InputError where the accelerator type cannot be read, or needs more chips than these hosts have. Fewer may
+    be right: a container sees all chips of its machine on the PCI bus, and may have been given some of them."""
     if kind and not re.fullmatch(TYPE, kind):
         raise InputError(
             f"the accelerator type is {kind!r}, expected one such as v5litepod-8, v6e-8, v4-8, v5p-8; set "

@@ -42,10 +42,8 @@ class Meeting:
 
 def wait_for_peers(index: int, addresses: list[str], seconds: float, port: int = 12356, secret: bytes = b"") -> Peers:
     """Meet the other hosts before the TPU is started: its start waits for missing hosts for ever, without a message.
-
     Host 0 listens on its own address in the slice, to the slice's addresses alone. Raises DeviceError naming the hosts
-    that are missing.
-    """
+    that are missing."""
     count = len(addresses)
     if count == 1:
         return Peers()

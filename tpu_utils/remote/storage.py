@@ -35,11 +35,8 @@ NOT_UPLOADED = ("checkpoints", "lock")
 
 
 def open_bucket_dir(url: str, resume: str) -> Path:
-    """The local working folder of the run at url; a Mirror fills it.
-
-    Lists, writes, reads and deletes in the bucket before it returns: whatever is wrong with it is an InputError here,
-    or a PassingError where nobody answers.
-    """
+    """The local working folder of the run at url; a Mirror fills it. Lists, writes, reads and deletes in the bucket
+    before it returns: whatever is wrong with it is an InputError here, or a PassingError where nobody answers."""
     folder = working_folder(url)
     with named_errors("run_dir {} cannot be used", url):
         bucket, prefix = connect(url)
@@ -128,9 +125,7 @@ class Mirror:
 
     def fetch(self, folder: Path, files: dict[str, int]) -> None:
         """Download these files of a checkpoint folder that are not there yet. Raises PassingError when that fails.
-
-        files: their sizes. An object of another size is left where it is: the checkpoint is damaged.
-        """
+        files: their sizes. An object of another size is left where it is: the checkpoint is damaged."""
         with named_errors("{} cannot be read", self._url):
             there = list_objects(self._bucket, f"{self._prefix}{self._name(folder)}/", RETRY_SECONDS)
             for name, blob in there.items():
@@ -139,10 +134,8 @@ class Mirror:
 
     def send(self, folder: Path, keep: int, best: int | None = None, others: dict[str, int] | None = None) -> None:
         """Upload this complete checkpoint in the background, then delete what is older than the newest `keep` up to it.
-
         best: a step whose checkpoint is not deleted. others: sizes of its files that other processes have put there.
-        Waits for the one before it. Raises SaveError if that one failed.
-        """
+        Waits for the one before it. Raises SaveError if that one failed."""
         assert self._thread, "outside the with statement nothing is uploaded"
         self.wait()
         self._jobs.put((folder, keep, best, others or {}))

@@ -130,7 +130,7 @@ OTHER_FORMS = [
         *((ending, content, "begins with no|is no JSON") for ending in ENDINGS for content in (b"", PAGE)),
         # as a download leaves it that has unpacked a file on its way, or has not
         *((f"jsonl{name}", b"PAR1", r": begins as \.parquet does; .*; rename it") for name in PACKED),
-        ("parquet", gzip.compress(LINE), r": begins as \.gz does; .*; rename it"),
+        ("parquet", gzip.compress(LINE, mtime=0), r": begins as \.gz does; .*; rename it"),
         ("jsonl", zstd(LINE), r": begins as \.zst does; .*; rename it"),
         *((f"json{name}", PACKED[name](content), re.escape(said)) for name in PACKED for content, said in OTHER_FORMS),
     ],

@@ -310,7 +310,11 @@ def test_keys_without_effect_and_empty_answers_are_counted_once(tmp_path, capsys
 
 @pytest.mark.parametrize(
     ("begins", "found"),
-    [(b"[{", "one JSON array"), (gzip.compress(b"{", mtime=0), "packed by gzip"), (b"\x28\xb5\x2f\xfd", "packed by zstd")],
+    [
+        (b"[{", "one JSON array"),
+        (gzip.compress(b"{", mtime=0), "packed by gzip"),
+        (b"\x28\xb5\x2f\xfd", "packed by zstd"),
+    ],
 )
 def test_json_of_another_form_is_named(tmp_path, begins, found):
     (tmp_path / "x.jsonl").write_bytes(begins)

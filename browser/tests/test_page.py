@@ -156,6 +156,8 @@ def test_a_digit_of_logits_that_are_not_finite_is_no_answer(page, models):
         folder = models / f"digits_{value}"
         write_classifier(folder, np.zeros((64, 10), np.float32), offset, 8)
         assert "the logits of the image are infinite or not a number; expected numbers" in opened(page, folder.name)
+    folder = models / "digits_mean"
+    write_classifier(folder, np.zeros((64, 10), np.float32), np.zeros(10, np.float32), 8)
     write_model_json(folder, json.loads((folder / "model.json").read_text()) | dict(mean=[0.5]))
     assert "mean is [0.5]; expected [0]" in opened(page, folder.name)
 

@@ -226,6 +226,9 @@ element("text-form").addEventListener("submit", (event) => {
   if (engines.language_model && !engines.language_model.model.chat && !isGenerating) generate();
 });
 element("stop").addEventListener("click", () => engines.language_model?.stop());
+element("prompt").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) element("text-form").requestSubmit();
+});
 
 // -------------------------------------------------------------------------------------------------------------- digits
 

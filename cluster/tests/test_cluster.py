@@ -327,9 +327,9 @@ def test_killed_workers_nodes_and_clients_cost_nothing(cluster, show, tmp_path):
     end.touch()
     cluster.wait_for(lambda: step() >= 5)
     for of_process in ("--run_dir", "HostProcess"):
-        pids = pids_of(cluster, host_of(cluster, "killed"), of_process)
+        pids = pids_of(cluster, cluster.wait_for(lambda: host_of(cluster, "killed")), of_process)
         comes_back(lambda pid: os.kill(pid, signal.SIGKILL), pids[-1])
-    lost = host_of(cluster, "killed")
+    lost = cluster.wait_for(lambda: host_of(cluster, "killed"))
     comes_back(cluster.kill, lost)
     followed = cluster.run("logs", "-f", "killed")
     assert followed.returncode == 0, followed.stdout

@@ -32,8 +32,6 @@ WEIGHTS = ("float32", "float16", "int8")
 LARGEST_ERROR = {"float32": 1e-4, "float16": 2e-2, "int8": 0.5}
 """Largest allowed error of a logit, relative to the largest logit: the export against PyTorch in float32."""
 LARGEST_TEMPLATE = 1 << 20  # bytes
-EARLIER = ".earlier"
-"""The export that was replaced, inside of the new one until that has its name."""
 EARLIER_TEMPLATES = {
     **{0xC1966534: "chatml", 0x4992B91D: "gemma", 0x4EB24508: "llama3", 0xA47C1BD9: "mistral"},
     **{0xC6F3A29E: "olmo2", 0x8F9499B3: "phi4", 0xF8007751: "plain", 0x05A2436D: "qwen3"},
@@ -80,6 +78,9 @@ def check_arguments(given: argparse.Namespace) -> None:
             )
         if given.out.resolve() in (given.source.resolve(), *given.source.resolve().parents):
             raise InputError(f"{given.out} holds {given.source}; expected a folder beside it; choose another")
+        for path in (given.out.with_name(name) for name in aside(given.out)):
+            if os.path.lexists(path) and not is_export(path):
+                raise InputError(f"{path} is there and is no export; the new one needs this name for a while; move it")
     except OSError as error:
         raise InputError(f"{error.filename}: {error.strerror}; expected a folder, as --help says") from error
     if given.context < 0:
@@ -88,12 +89,16 @@ def check_arguments(given: argparse.Namespace) -> None:
         raise InputError(f"chunk is {given.chunk}; expected 1 or more")
 
 
+def aside(out: Path) -> tuple[str, str]:
+    """(name of the new export while it is written, name of the old one while it is replaced)."""
+    return f"{out.name}.new", f".replaced_{out.name}"
+
+
 def is_export(folder: Path) -> bool:
     """Whether the folder may be replaced: browser.export wrote it, and it holds no other file."""
     try:
         told = json.loads((folder / MODEL_JSON).read_text())
-        ours = {MODEL_JSON, EARLIER, *told["files"]}
-        return told["format"] == FORMAT and {path.name for path in folder.iterdir()} <= ours
+        return told["format"] == FORMAT and {path.name for path in folder.iterdir()} <= {MODEL_JSON, *told["files"]}
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -337,17 +342,23 @@ def main(given: argparse.Namespace) -> int:
     step = CheckpointReader(given.source / "checkpoints").load("must") if is_run else None
     is_text = step is None or "model/token_embedding" in step.entries
     source = f"run {given.source.resolve().name}" if is_run else f"Hugging Face folder {given.source.resolve().name}"
-    out = given.out.resolve()
-    with written_aside(out) as folder:
+    new, earlier = (given.out.with_name(name) for name in aside(given.out))
+    if is_export(new):  # an earlier export stopped before it renamed this
+        shutil.rmtree(new)
+    with written_aside(new) as folder:
         facts = (export_language_model if is_text else export_classifier)(given, folder)
         packages = ("torch", "onnx", "onnxscript", "onnxruntime")
         model = dict(format=FORMAT, **facts, opset=OPSET, versions={name: version(name) for name in packages})
         model |= dict(source=source, files=describe(folder))
         (folder / MODEL_JSON).write_text(json.dumps(model, indent=1))
         open_export(folder)  # checks it as every reader does
-        if is_export(out):
-            out.rename(folder / EARLIER)
-    shutil.rmtree(out / EARLIER, ignore_errors=True)
+    if is_export(given.out):
+        if is_export(earlier):  # an earlier export stopped before it deleted this
+            shutil.rmtree(earlier)
+        given.out.rename(earlier)
+    new.rename(given.out)
+    if is_export(earlier):
+        shutil.rmtree(earlier)
     size = sum(entry["bytes"] for entry in model["files"].values())
     print(f"exported   {given.out}: {', '.join(sorted(model['files']))}: {size / 1e6:,.1f} MB, {given.weights} weights")
     return 0

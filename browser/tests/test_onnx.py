@@ -186,15 +186,24 @@ def test_a_foreign_graph_is_refused(exported, tmp_path):
         greedy(model, [5] * 9, 4)
 
 
+@pytest.mark.parametrize("name", ["model.new", ".replaced_model"])
+def test_a_folder_with_a_name_that_an_export_needs_is_left_alone(source, tmp_path, capsys, name):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "mine.txt").write_text("mine")
+    with pytest.raises(SystemExit) as ended:
+        exporting.parse([str(source), str(tmp_path / "model")])
+    assert ended.value.code == 2 and f"{name} is there and is no export" in capsys.readouterr().err
+    assert (tmp_path / name / "mine.txt").read_text() == "mine"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", [".writing_model_0123456789abcdef", "model"])  # before and after it had its name
-def test_an_export_killed_while_it_replaces_another_is_repeated(source, exported, tmp_path, killed):
-    for place in (killed, f"{killed}/{exporting.EARLIER}"):
-        shutil.copytree(exported, tmp_path / place)
-    export(source, tmp_path / "model", "--context=128", "--chunk=8")
-    open_export(tmp_path / "model")
+def test_an_export_killed_between_its_two_renamings_is_repeated(source, exported, tmp_path):
+    for name in (".replaced_model", "model.new"):
+        shutil.copytree(exported, tmp_path / name)
+    for _ in range(2):  # the second time it replaces an export that is whole
+        export(source, tmp_path / "model", "--context=128", "--chunk=8")
+        open_export(tmp_path / "model")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-    assert {path.name for path in (tmp_path / "model").iterdir()} == {path.name for path in exported.iterdir()}
 
 
 @pytest.mark.parametrize("name", ["a\0b", "..", "a/b", "a" * 400, ""])

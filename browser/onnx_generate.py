@@ -131,7 +131,9 @@ def main(config: OnnxConfig) -> int:
         tokenizer = Numbers(facts["vocab_size"])
     else:
         tokenizer = load_tokenizer("bytes" if facts["tokenizer"] == "bytes" else f"{config.onnx}/tokenizer.json")
-    format, stops, chat = config.chat_format, facts["stops"], facts.get("chat")
+    format = config.chat_format
+    stops = facts["stops"]
+    chat = facts.get("chat")
     if config.chat and chat and format == "auto":  # the format of the export
         format, stops = chat["format"], chat["stops"]
     asked = ask(config, tokenizer, facts["start"], format, set(stops))

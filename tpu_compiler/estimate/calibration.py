@@ -56,7 +56,9 @@ def read_calibration(path: Path) -> Calibration:
         )
     if found.get("format") != FORMAT or not isinstance(versions, dict) or not isinstance(ratios, dict):
         raise InputError(f"{path} is not {expected}: expected format {FORMAT}, machine with versions, and ratios")
-    chip, libtpu, devices = machine.get("chip"), versions.get("libtpu"), machine.get("num_devices")
+    chip = machine.get("chip")
+    libtpu = versions.get("libtpu")
+    devices = machine.get("num_devices")
     wrong = ""
     if not all(isinstance(text, str) and len(text) <= 40 and text.isprintable() for text in (chip, libtpu)):
         wrong = f"chip is {chip!r:.50} and libtpu {libtpu!r:.50}; expected short names"

@@ -81,9 +81,16 @@ def _step_seconds(
         for channel in bodies[name][operation.name]:
             if owner[channel] == name:
                 yield channel, LINKS, sent[channel]
-        direction, size = host_bytes(operation, types) if num_devices and hardware.host_gb_per_s else ("", 0)
-        if size:
+        for direction, size in to_host(operation, types) if num_devices and hardware.host_gb_per_s else ():
             yield operation.name, direction, size / hardware.host_gb_per_s / 1e9 * hardware.devices_per_chip
+
+    def to_host(operation: Operation, types: dict[str, str]) -> list[tuple[str, int]]:
+        """(direction, bytes) of what it moves to or from the host, or starts: then its computation moves it."""
+        moves = [host_bytes(operation, types)]
+        for called, _ in called_by(operation, computations) if operation.kind == "async-start" else ():
+            inside = computations.get(called, [])
+            moves += [host_bytes(one, {o.name: o.type for o in inside}) for one in inside]
+        return [(direction, size) for direction, size in moves if size]
 
     @cache
     def seconds(name: str) -> float:
@@ -108,8 +115,8 @@ def _step_seconds(
                     busy[link] += lasting
             now += (operation.cycles or 0) / (hardware.clock_ghz * 1e9)
             now += rule_seconds(operation, types, computations, topology)
-            offloaded = operation.kind == "async-start" and collectives_in(operation, computations)
-            inner = [] if offloaded else [call for call in called_by(operation, computations) if call[0] in bodies]
+            beside = operation.kind == "async-start" and found[operation.name]
+            inner = [] if beside else [call for call in called_by(operation, computations) if call[0] in bodies]
             now += sum(trips * seconds(called) for called, trips in inner)
             for transfer, *_ in found[operation.name]:
                 if last[transfer] == operation.name and not operation.kind.endswith("-start"):

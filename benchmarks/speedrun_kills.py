@@ -32,7 +32,8 @@ STAGES = ("tokenizer", "shards", "chats", "pretrain", "samples", "evaluate_pretr
 STAGES += ("evaluate_finetuned", "chat", "model")
 AIMS = ("start", *STAGES, "report")
 """In the order in which they are met first."""
-COMPARED = ("base/*", "model/*", "tokenizer/*", "shards/*", "chats/*")
+COMPARED = ("base/*", "model/*", "tokenizer/*", "shards/*.bin", "chats/*")
+"""Of shards the tokens: what lies beside them names the tokenizer's folder."""
 TICKS = os.sysconf("SC_CLK_TCK")
 PRINTED = ("chat", "evaluate_pretrained", "evaluate_finetuned")
 
@@ -99,12 +100,12 @@ def seconds_of(run: Speedrun) -> Counter:
 
 
 def kill_in(aim: str, part: float, seconds: Counter, folder: Path, options: list[str]) -> str:
-    """What the kill met. A stage that is over before it is waited for is not waited for."""
+    """What the kill met; "its end" where the run was done before. A stage that is over is not waited for."""
     run, since = Speedrun(folder, options), None
     while since is None or (run.stage() == aim and run.cpu_seconds() - since < part * seconds[aim]):
         time.sleep(0.02)
         if run.process.poll() is not None:
-            sys.exit(f"a speedrun ended before it was killed in {aim}: {run.log}")
+            return "its end"
         if since is None and AIMS.index(run.stage()) >= AIMS.index(aim):
             since = run.cpu_seconds()
     met = run.stage()

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tpu_compiler.compile.planned import allocated_bytes
 from tpu_compiler.estimate.plan_prices import (
     MATRIX_SHARE,
     MEMORY_SHARE,
@@ -221,3 +222,17 @@ def test_a_corner_has_fewer_links():
         "v5p-128": 1.0,
     }
     assert {name: corner_share(parse_topology(name)) for name in shares} == shares
+
+
+def test_a_plans_allocations_are_those_of_main_memory():
+    """libtpu 0.0.52 lists what a fusion for the SparseCore is given once more: logits, three times 7 GiB."""
+    listed = [
+        "size 4096, page 0, parameter 3, shape |bf16[36,512]| at ShapeIndex {}, maybe-live-out:",
+        "size 1024, page 0, maybe-live-out:",
+        "size 512, page 0, color 1, parameter 4, shape |s32[]|:",
+        "size 7467958272, page 0, thread-local:",
+        "size 8192, page 0, preallocated-temp:",
+    ]
+    plan = "".join(f"allocation {n}: {line}\n value: <1 x @0> (size=1,offset=0)\n" for n, line in enumerate(listed))
+    sizes = dict(peak_bytes=13312, argument_bytes=4096, output_bytes=1024, temporary_bytes=8192)
+    assert allocated_bytes(plan) == sizes

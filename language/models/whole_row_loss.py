@@ -19,4 +19,4 @@ def whole_row_losses(logits_NV, targets_N, vocab_size: int):
     largest = z.detach().amax(-1, keepdim=True)
     logsumexp = largest + (z - largest).exp().sum(-1, keepdim=True).log()
     picked = torch.where(column == target, z, 0.0).sum(-1, keepdim=True)
-    return torch.where(target < 0, 0.0, (logsumexp - picked).clamp(min=0.0))[:, 0]
+    return torch.where(target < 0, 0.0, (logsumexp - picked).clamp(min=0.0)).flatten()

@@ -294,8 +294,7 @@ class TorchOperations:
         mask = None
         if starts_BT is not None or window:
             key = torch.arange(q_BTHK.shape[1], device=q_BTHK.device)
-            query = key[:, None]
-            mask = (key <= query) & (query < key + (window or len(key)))
+            mask = (key <= key[:, None]) & (key[:, None] < key + (window or len(key)))
             if starts_BT is not None:
                 mask = (mask & (key >= starts_BT[..., None]))[:, None]  # (B, 1, T, T)
             # with a mask a GPU's fused kernel takes no grouped heads (torch 2.13)
@@ -306,9 +305,10 @@ class TorchOperations:
 
     @staticmethod
     def losses(logits_BTV, targets_BT, vocab_size: int, mesh=None):
-        """Padded columns get no probability; a negative target, of any value, has a loss of 0."""
-        logits, targets = logits_BTV[..., :vocab_size].float().flatten(0, -2), targets_BT.flatten().clamp(min=-1).long()
-        return F.cross_entropy(logits, targets, ignore_index=-1, reduction="none").view(targets_BT.shape)
+        """As whole_row_losses() computes it, which torch_xla does not read."""
+        from language.models.whole_row_loss import whole_row_losses
+
+        return whole_row_losses(logits_BTV.flatten(0, -2), targets_BT.flatten(), vocab_size).view(targets_BT.shape)
 
 
 contract = torch.einsum if IS_XLA else TorchOperations.contract

@@ -23,6 +23,8 @@ INDUCTOR = {
     # sums over rows and columns in one kernel: gradients of stacked layer norms are not written (issue 193061 of
     # pytorch/pytorch). Those of GPT-2 124M were 17 times too long: the comparison of the first call found it
     "triton.mix_order_reduction": False,
+    # a weight's gradient would wait for its optimizer: products of all layers, and what they read, until the end
+    "reorder_for_locality": False,
     # a search that finds nothing: the same code of a whole step of GPT-2 124M without it (torch 2.13, which has it)
     "loop_reindexing_after_fusion": False,
 }

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 import torch_xla
 from test_llama_parity import relative_error
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from language.models import layers, operations
 
@@ -41,6 +42,31 @@ def test_values_and_gradients_are_equal(name, dtype):
     for ours, theirs in zip(*found, strict=True):
         assert ours.dtype == theirs.dtype
         torch.testing.assert_close(theirs, ours, rtol=tolerance, atol=tolerance)
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations inside, and the last axis of what they give."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.widths = set(), set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        self.names.add(function.overloadpacket.__name__)
+        self.widths |= {out.shape[-1]} if isinstance(out, torch.Tensor) and out.dim() > 1 else set()
+        return out
+
+
+def test_the_loss_for_inductor_reads_and_writes_whole_rows_of_padded_logits():
+    """Else it is not one kernel, and a GPU reads rows of 50,257 columns one by one: four kernels of 128 instructions
+    a logit, not one of 73, by the machine code for an H200 (torch 2.13)."""
+    logits = torch.randn(2, T, V, dtype=torch.bfloat16, requires_grad=True)
+    with Operations() as seen:
+        operations.TorchOperations.losses(logits, TARGETS.int(), V - 3).sum().backward()
+    assert V in seen.widths and not seen.widths & {V - 3, V - 1}
+    assert not seen.names & {"gather", "index", "select", "slice", "nll_loss_forward"}
+    assert not logits.grad[..., V - 3 :].any() and not logits.grad[TARGETS < 0].any()
 
 
 @pytest.mark.parametrize("masked", [{}, dict(window=5), dict(starts_BT=torch.zeros(2, T, dtype=torch.long))])

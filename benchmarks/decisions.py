@@ -9,6 +9,11 @@ Run:     python benchmarks/decisions.py
              begins no compile after 30 minutes; a stop loses one
          python benchmarks/decisions.py --only 'D01*' --kind batch
              these decisions alone
+         nice python benchmarks/decisions.py --programs WIKI
+             asks of the very programs that were measured, with all their flags: those of
+             84 decisions are in WIKI, a clone of
+             github.com/vlasenkoalexey/tpu_performance_autoresearch_wiki, and are run up to
+             their first step (wiki_step.py: what it needs, and what differs)
          nice python benchmarks/decisions.py --newest
              plans the first 20 whose layers are loops with the newest compiler too
              (aot_tpu.py --compiler newest), keeps both in answers_newest.csv, and
@@ -16,7 +21,8 @@ Run:     python benchmarks/decisions.py
          python benchmarks/decisions.py --minutes 0 --tables docs/results --picture docs/decisions.png
              compiles nothing; writes decisions.csv, a row for each decision that was
              asked, decisions_scores.csv, and the measured over the predicted change;
-             with --newest decisions_newest.csv and its scores
+             with --newest decisions_newest.csv and its scores, with --programs
+             decisions_programs.csv and its scores
 Exit:    0; 1 where a compile failed: it is said, and the rest go on; 2 wrong usage.
 
 A decision is two settings, A and B, of a Llama 3 or Qwen3 of 8B, and what hardware said of both. Ours are
@@ -29,22 +35,26 @@ both. One third of the decisions, by a hash of their names, is held out: no rate
 and the scores of both parts are printed.
 """
 
+import argparse
 import csv
 import dataclasses
 import fnmatch
 import hashlib
 import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.children import ROOT, answer_of, as_csv, parser_for
+from benchmarks.children import ROOT, answer_of, as_csv, parser_for, reason_in
 from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.base.hardware import GIB
 from tpu_utils.base.writing import write_atomically
@@ -53,6 +63,8 @@ DECISIONS = ROOT / "benchmarks" / "published" / "decisions.csv"
 ANSWERS = DECISIONS.with_name("answers.csv")
 BY_BOTH = DECISIONS.with_name("answers_newest.csv")
 """Answers of both compilers, priced by the same rules: those of ANSWERS may be priced anew."""
+RUNS = DECISIONS.with_name("runs.csv")
+ANSWERS_OF_RUNS = DECISIONS.with_name("answers_runs.csv")
 ALWAYS = "--dataset tokens --precision bfloat16 --attention flash"
 BFLOAT16_STATE = "bfloat16_state.py"
 LAYERS = {"llama3_8B": 32, "qwen3_8B": 36}
@@ -79,15 +91,37 @@ class Decision:
     fits_b: str
     a: str  # perhaps BFLOAT16_STATE, options | NAME=VALUE ... of the compiler
     b: str
+    run_a: str  # of RUNS; "" where its program is not published
+    run_b: str
     setting_a: str
     setting_b: str
     source: str
     reason: str  # why the prediction is wrong, as far as known; "" where it is right, or nobody knows
+    reason_of_runs: str  # as before, of the prediction for run_a and run_b
 
     @property
     def measured(self) -> float | None:
         """Percent by which B makes more tokens a second than A."""
         return (float(self.rate_b) / float(self.rate_a) - 1) * 100 if self.rate_a and self.rate_b else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run that was measured: a program at a commit, what it was started with, and the flags of libtpu."""
+
+    run: str
+    program: str
+    commit: str
+    variables: str
+    options: str
+    flags: str
+    gib: str  # of memory that it took, or needed where it did not fit; "" where that is not said
+    differs: str  # what the published program does not have
+    note: str  # where all this is written
+
+    @property
+    def given(self) -> dict[str, str]:
+        return dict(option.removeprefix("--").split("=") for option in self.options.split())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +144,14 @@ class Answer:
 def option_of(setting: str, name: str) -> str:
     words = setting.split()
     return words[words.index(name) + 1]
+
+
+def tokens_of(setting: str) -> float:
+    """Tokens of a step, of a run for each chip."""
+    if run := read_runs().get(setting):
+        rows = int(run.given["batch_size"]) / int(run.given.get("tp_parallelism", 1))
+        return rows * int(run.given["seqlen"])
+    return int(option_of(setting, "--global_batch_size")) * int(option_of(setting, "--sequence_length"))
 
 
 def command_of(setting: str, slice_name: str, layers: int | None = None) -> list[str]:
@@ -149,9 +191,50 @@ def ask(setting: str, slice_name: str, by: str) -> Answer:
     )
 
 
+def ask_program(wiki: Path, name: str, slice_name: str, by: str) -> Answer:
+    """Plans one of RUNS. Raises RuntimeError with the reason where there is no report."""
+    start, run = time.monotonic(), read_runs()[name]
+    with tempfile.TemporaryDirectory() as folder:
+        archive = subprocess.run(["git", "-C", wiki, "archive", run.commit, run.program], capture_output=True)
+        if archive.returncode:
+            raise RuntimeError(f"{wiki} has no {run.program} at {run.commit}: {archive.stderr.decode().strip():.200}")
+        subprocess.run(["tar", "x", "-C", folder], input=archive.stdout, check=True)
+        file = Path(folder, "step.mlir")
+        variables = dict(word.split("=") for word in run.variables.split())
+        command = [sys.executable, "benchmarks/wiki_step.py", Path(folder, run.program), file, *run.options.split()]
+        traced = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True)
+        if not file.exists():
+            raise RuntimeError(f"{name} was not traced: {reason_in(traced.stderr)}")
+        flags = " ".join(f"--{flag}" for flag in run.flags.split())
+        command = ["aot_tpu.py", "--hlo", file, "--topology", slice_name, "--plan", "--no_cache", "--json"]
+        (report,) = answer_of(*command, env=os.environ | {"LIBTPU_INIT_ARGS": flags})
+    return Answer(
+        slice=slice_name,
+        setting=name,
+        by=by,
+        ms=round(report["predicted_ms_all_hidden"] or 0.0, 2),
+        needed_gib=round(report["peak_bytes"] / GIB, 3),
+        limit_gib=report["limit_bytes"] / GIB,
+        seconds=round(time.monotonic() - start),
+    )
+
+
 def read_decisions() -> list[Decision]:
     with DECISIONS.open(newline="") as file:
         return [Decision(**row) for row in csv.DictReader(file)]
+
+
+@cache
+def read_runs() -> dict[str, Run]:
+    with RUNS.open(newline="") as file:
+        return {row["run"]: Run(**row) for row in csv.DictReader(file)}
+
+
+def of_runs(decisions: Iterable[Decision]) -> list[Decision]:
+    """Those whose programs are published, asked of them."""
+    return [
+        dataclasses.replace(d, a=d.run_a, b=d.run_b, reason=d.reason_of_runs) for d in decisions if d.run_a and d.run_b
+    ]
 
 
 def read_answers(path: Path) -> dict[tuple[str, str, str], Answer]:
@@ -181,7 +264,9 @@ def append(path: Path, answer: Answer) -> None:
         os.fsync(file.fileno())
 
 
-def ask_missing(decisions: Iterable[Decision], path: Path, minutes: float, by: str) -> int:
+def ask_missing(
+    decisions: Iterable[Decision], path: Path, minutes: float, by: str, ask: Callable[[str, str, str], Answer] = ask
+) -> int:
     """How many settings could not be asked. Those that do not fit by their plan are not compiled."""
     end = time.monotonic() + 60 * minutes
     failed, known = 0, read_answers(path)
@@ -211,10 +296,7 @@ def compare(
     if None in pairs[planned_by]:
         return None
     by = first if all(answer and answer.ms for answer in pairs[first]) else planned_by
-    tokens = [
-        int(option_of(s, "--global_batch_size")) * int(option_of(s, "--sequence_length"))
-        for s in (decision.a, decision.b)
-    ]
+    tokens = [tokens_of(s) for s in (decision.a, decision.b)]
     predicted = (tokens[1] / pairs[by][1].ms / (tokens[0] / pairs[by][0].ms) - 1) * 100
     row = dict(id=decision.id, kind=decision.kind, a=decision.setting_a, b=decision.setting_b)
     row |= dict(measured=decision.measured, predicted=predicted, by=by, setting_a=decision.a, setting_b=decision.b)
@@ -222,6 +304,8 @@ def compare(
     for name, answer, plan, said in zip("ab", pairs[by], pairs[planned_by], fits, strict=True):
         row |= {f"fits_{name}": said, f"fits_{name}_predicted": "yes" if plan.fits else "no"}
         row |= {f"gib_{name}": round(plan.needed_gib, 2), f"ms_{name}": answer.ms}
+        if run := read_runs().get(plan.setting):
+            row[f"gib_{name}_measured"] = run.gib
     return row | dict(reason=decision.reason)
 
 
@@ -293,19 +377,39 @@ def picture(rows: Iterable[dict], file: Path) -> None:
     figure.savefig(file, dpi=110)
 
 
+def tell(decisions: Sequence[Decision], known: dict[tuple[str, str, str], Answer], given: argparse.Namespace) -> None:
+    """Prints the scores; writes the tables and the picture that are asked for."""
+    rows = [row for row in (compare(decision, known) for decision in decisions) if row]
+    kinds = sorted({row["kind"] for row in rows})
+    scores = [[kind, *score([row for row in rows if row["kind"] == kind])] for kind in kinds]
+    scores = [["kind", *SCORES], *scores, ["all", *score(rows)]]
+    for name, held_out in (("used", False), ("held out", True)):
+        scores.append([name, *score([row for row in rows if is_held_out(row["id"]) == held_out])])
+    print(as_csv(scores), end="")
+    print(f"{len(decisions) - len(rows)} decisions are not yet asked", file=sys.stderr)
+    if given.tables and rows:
+        lines = [list(rows[0]), *([f"{v:.1f}" if isinstance(v, float) else v or "" for v in r.values()] for r in rows)]
+        name = "decisions_programs" if given.programs else "decisions"
+        write_atomically(given.tables / f"{name}.csv", as_csv(lines).encode())
+        write_atomically(given.tables / f"{name}_scores.csv", as_csv(scores).encode())
+    if given.picture and rows:
+        picture(rows, given.picture)
+
+
 def main() -> int:
     parser = parser_for(__doc__)
-    help_text = f"default: {ANSWERS.name}; with --newest {BY_BOTH.name}"
+    help_text = f"default: {ANSWERS.name}; with --newest {BY_BOTH.name}, with --programs {ANSWERS_OF_RUNS.name}"
     parser.add_argument("--answers", type=Path, metavar="FILE", help=help_text)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--newest", action="store_true")
+    parser.add_argument("--programs", type=Path, metavar="WIKI")
     parser.add_argument("--tables", type=Path, metavar="DIR")
     parser.add_argument("--picture", type=Path, metavar="FILE")
     parser.add_argument("--only", default="*", metavar="ID", help="a decision, or a pattern such as D01*")
     parser.add_argument("--kind", default="*")
     parser.add_argument("--minutes", type=float, default=float("inf"))
     given = parser.parse_args()
-    answers = given.answers or (BY_BOTH if given.newest else ANSWERS)
+    answers = given.answers or (BY_BOTH if given.newest else ANSWERS_OF_RUNS if given.programs else ANSWERS)
     decisions = [
         d for d in read_decisions() if fnmatch.fnmatch(d.id, given.only) and fnmatch.fnmatch(d.kind, given.kind)
     ]
@@ -319,22 +423,12 @@ def main() -> int:
             if given.tables:
                 write_atomically(given.tables / name, as_csv(lines).encode())
         return 1 if failed else 0
-    failed = ask_missing(decisions, answers, given.minutes, COMPILER if given.compile else ROOFLINE)
-    known = read_answers(answers)
-    rows = [row for row in (compare(decision, known) for decision in decisions) if row]
-    kinds = sorted({row["kind"] for row in rows})
-    scores = [[kind, *score([row for row in rows if row["kind"] == kind])] for kind in kinds]
-    scores = [["kind", *SCORES], *scores, ["all", *score(rows)]]
-    for name, held_out in (("used", False), ("held out", True)):
-        scores.append([name, *score([row for row in rows if is_held_out(row["id"]) == held_out])])
-    print(as_csv(scores), end="")
-    print(f"{len(decisions) - len(rows)} decisions are not yet asked", file=sys.stderr)
-    if given.tables and rows:
-        lines = [list(rows[0]), *([f"{v:.1f}" if isinstance(v, float) else v or "" for v in r.values()] for r in rows)]
-        write_atomically(given.tables / "decisions.csv", as_csv(lines).encode())
-        write_atomically(given.tables / "decisions_scores.csv", as_csv(scores).encode())
-    if given.picture and rows:
-        picture(rows, given.picture)
+    if given.programs:
+        decisions = of_runs(decisions)
+        failed = ask_missing(decisions, answers, given.minutes, ROOFLINE, partial(ask_program, given.programs))
+    else:
+        failed = ask_missing(decisions, answers, given.minutes, COMPILER if given.compile else ROOFLINE)
+    tell(decisions, read_answers(answers), given)
     return 1 if failed else 0
 
 

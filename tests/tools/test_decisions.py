@@ -2,6 +2,8 @@
 
 import csv
 import json
+import re
+import subprocess
 
 import pytest
 from run_files import configured
@@ -12,8 +14,10 @@ from language.options.transformer_options import TransformerConfig
 from tpu_compiler.estimate.report import PLAN_ERROR
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.hardware import GIB, parse_topology
+from tpu_utils.options.variables import check_known
 
 ALL = decisions.read_decisions()
+RUNS = decisions.read_runs()
 TABLES = decisions.ROOT / "docs" / "results"
 
 
@@ -99,6 +103,131 @@ def test_every_wrong_sign_and_fit_has_a_reason_and_a_third_is_held_out():
     for name, part in (("held out", held_out), ("used", [d for d in ALL if d not in held_out]), ("all", ALL)):
         ids = {d.id for d in part}
         assert tables[name] == decisions.score([r for r in rows if r["id"] in ids]), name
+
+
+def rows_of_runs() -> list[dict]:
+    known = decisions.read_answers(decisions.ANSWERS_OF_RUNS)
+    return [decisions.compare(d, known) for d in decisions.of_runs(ALL)]
+
+
+def test_every_run_has_flags_of_the_compiler_and_stands_in_a_decision():
+    runs = decisions.read_runs()
+    assert set(runs) == {name for d in ALL for name in (d.run_a, d.run_b)} - {""}
+    for run in runs.values():
+        assert re.fullmatch("[0-9a-f]{8}", run.commit) and run.note.endswith(".md"), run.run
+        assert {"batch_size", "seqlen"} <= set(run.given), run.run
+    check_known(dict(flag.split("=") for run in runs.values() for flag in run.flags.split()))
+
+
+def test_the_tables_of_the_programs_are_of_the_kept_answers():
+    rows = rows_of_runs()
+    assert len(rows) >= 80
+    clear = [r for r in rows if r["measured"] is not None and abs(r["measured"]) >= decisions.TIE]
+    assert not [r["id"] for r in clear if r["measured"] * r["predicted"] <= 0 and not r["reason"]]
+    wrong = [r for r in rows if any(r[f"fits_{n}"] not in ("", r[f"fits_{n}_predicted"]) for n in "ab")]
+    assert not [r["id"] for r in wrong if not r["reason"]]
+    tables = {row[0]: row[1:] for row in csv.reader((TABLES / "decisions_programs_scores.csv").open())}
+    assert tables["all"] == decisions.score(rows)
+
+
+def test_memory_is_as_measured():
+    """Of each run whose memory is told."""
+    known = decisions.read_answers(decisions.ANSWERS_OF_RUNS)
+    told = [
+        (float(run.gib), known["v6e-8", name, decisions.ROOFLINE].needed_gib) for name, run in RUNS.items() if run.gib
+    ]
+    assert len(told) > 40
+    assert sorted(abs(a - b) for a, b in told)[len(told) // 2] < 0.2
+
+
+PROGRAM = {
+    "model/__init__.py": "from model.modeling_tiny import TinyForCausalLM\n",
+    "model/modeling_tiny.py": """
+import jax.numpy as jnp
+from flax import nnx
+
+class TinyRotaryEmbedding(nnx.Module):
+    def __init__(self, config):
+        self.angles = nnx.data(jnp.arange(8.0))
+
+class Body(nnx.Module):
+    def __init__(self, config, rngs):
+        self.embedding = nnx.Param(jnp.ones((config.vocab_size, 64), jnp.bfloat16))
+        self.rotary_emb = TinyRotaryEmbedding(config)
+
+class TinyForCausalLM(nnx.Module):
+    def __init__(self, config, rngs):
+        self.model = Body(config, rngs)
+        self.head = nnx.Param(jnp.ones((64, config.vocab_size), jnp.bfloat16))
+""",
+    "train.py": """
+import jax, jax.numpy as jnp, optax, tokamax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+def main(model_id="Qwen/Qwen3-8B", batch_size=1, seqlen=8, use_real_data=True, kind=""):
+    from model import TinyForCausalLM
+    from transformers import AutoConfig
+    assert kind == "any" and not use_real_data
+    mesh = jax.make_mesh((8,), ("fsdp",))
+    model = TinyForCausalLM(AutoConfig.from_pretrained(model_id), rngs=nnx.Rngs(0))
+    for parameter in (model.head, model.model.embedding):
+        parameter.value = jax.device_put(parameter.value, NamedSharding(mesh, P("fsdp")))
+    graph, parameters, rest = nnx.split(model, nnx.Param, ...)
+    optimizer = optax.adamw(1e-3)
+    state = optimizer.init(parameters)
+
+    def loss_of(parameters, tokens):
+        model = nnx.merge(graph, parameters, rest)
+        x = (model.model.embedding[tokens] + model.model.rotary_emb.angles[0]).reshape(-1, 64).astype(jnp.float32)
+        return tokamax.linear_softmax_cross_entropy_loss(x, tokens.reshape(-1), model.head.value, reduction="sum")
+
+    def train_step(parameters, state, tokens):
+        loss, gradients = jax.value_and_grad(loss_of)(parameters, tokens)
+        changes, state = optimizer.update(gradients, state, parameters)
+        return optax.apply_updates(parameters, changes), state, loss
+
+    tokens = jax.device_put(jnp.zeros((8 * batch_size, seqlen), jnp.int32), NamedSharding(mesh, P("fsdp")))
+    jax.jit(train_step, donate_argnums=(0, 1))(parameters, state, tokens)
+    raise AssertionError("it took a step")
+""",
+}
+
+
+def test_a_program_of_others_is_traced_and_planned(tmp_path, monkeypatch):
+    """Nothing is computed: its weights and moments have no values. They are sharded, and overwritten in place."""
+    for name, text in PROGRAM.items():
+        (tmp_path / "wiki" / "tiny" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "wiki" / "tiny" / name).write_text(text)
+    git = ["git", "-C", tmp_path / "wiki", "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "tiny"]):
+        subprocess.run([*git, *words], check=True)
+    run = decisions.Run("D1", "tiny", "HEAD", "A=1", "--batch_size=2 --kind=any", "", "", "", "a.md")
+    monkeypatch.setattr(decisions, "read_runs", lambda: {"D1": run})
+    answer = decisions.ask_program(tmp_path / "wiki", "D1", "v6e-8", decisions.ROOFLINE)
+    state = 2 * 3 * 2 * 64 * 151936 / 8  # bytes a device: two matrices in bfloat16 and their two moments
+    logits = 4 * 151936 * 16  # what a loss that is not in blocks would keep of 16 tokens
+    assert state < answer.needed_gib * GIB < 2 * state + logits and answer.fits and answer.ms
+    with pytest.raises(RuntimeError, match="has no tiny at 12345678"):
+        monkeypatch.setattr(
+            decisions, "read_runs", lambda: {"D1": decisions.dataclasses.replace(run, commit="12345678")}
+        )
+        decisions.ask_program(tmp_path / "wiki", "D1", "v6e-8", decisions.ROOFLINE)
+
+
+def test_the_loss_in_blocks_is_the_loss():
+    code = """
+from benchmarks import wiki_step as w
+import jax, jax.numpy as jnp, json
+w.ROWS, w.COLUMNS = 16, 32
+x, head = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(48, 24), (24, 96)]))
+labels = jnp.arange(48) * 7 % 96
+plain = lambda x, head: (jax.nn.logsumexp(x @ head, -1) - (x @ head)[jnp.arange(48), labels]).sum()
+ours = lambda x, head: w.loss_in_blocks(x, labels, head)
+pairs = [jax.value_and_grad(f, (0, 1))(x, head) for f in (plain, ours)]
+print(json.dumps([float(abs(a - b).max() / abs(a).max()) for a, b in zip(*map(jax.tree.leaves, pairs))]))
+"""
+    assert max(decisions.answer_of("-c", code)) < 1e-5
 
 
 def test_a_report_says_the_kept_scores():

@@ -16,8 +16,10 @@ MATRIX_SHARE = 0.80
 MEMORY_SHARE = 0.65
 """Elementwise operations, sums and copies in the same steps: 0.71, 0.64 and 0.56; RMSNorm alone 0.85."""
 SPARSE_CORE_SHARE = 0.5
-"""A collective of v6e's SparseCore, beside one of the TensorCore. So a step of Qwen3 8B of 2 x 2,048 tokens, which took
-103 ms more with collectives there, takes 64 more; one of 4 x 8,192 tokens, which took 83 ms less, 78 less."""
+"""A collective of v6e's SparseCore, beside one of the TensorCore. With reduce-scatters and all-reduces there, a step of
+Qwen3 8B of 4 x 8,192 tokens was 1.9 % faster by the clock (D243 and D258 of benchmarks/published/decisions.csv); so it
+is 1.6. All-gathers that are sent there libtpu 0.0.21 leaves where they are, and has each waited for; later ones do not.
+"""
 KERNEL_SHARES = {"forward": 0.70, "fwd": 0.70, "backward": 0.82, "dkv": 0.82, "dq": 0.82}
 """Splash attention, heads of 128, 8,192 tokens: the share of what its products take where nothing else is done."""
 

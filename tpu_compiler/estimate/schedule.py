@@ -38,6 +38,17 @@ def read_host_transfers(computations: dict[str, list[Operation]]) -> dict[str, d
     return totals
 
 
+def host_moves(
+    operation: Operation, types: dict[str, str], computations: dict[str, list[Operation]]
+) -> list[tuple[str, int]]:
+    """(direction, bytes) of what an operation moves between the host and a device, or has a computation move."""
+    moves = [host_bytes(operation, types)]
+    for called, _ in called_by(operation, computations) if operation.kind == "async-start" else ():
+        inside = computations.get(called, [])
+        moves += [host_bytes(one, {other.name: other.type for other in inside}) for one in inside]
+    return [(direction, size) for direction, size in moves if size]
+
+
 def seconds_on_links(
     computations: dict[str, list[Operation]], topology: Topology, num_devices: int, link_share: LinkShare
 ) -> dict[str, tuple[int, float]]:
@@ -81,16 +92,9 @@ def _step_seconds(
         for channel in bodies[name][operation.name]:
             if owner[channel] == name:
                 yield channel, LINKS, sent[channel]
-        for direction, size in to_host(operation, types) if num_devices and hardware.host_gb_per_s else ():
+        known = num_devices and hardware.host_gb_per_s
+        for direction, size in host_moves(operation, types, computations) if known else ():
             yield operation.name, direction, size / hardware.host_gb_per_s / 1e9 * hardware.devices_per_chip
-
-    def to_host(operation: Operation, types: dict[str, str]) -> list[tuple[str, int]]:
-        """(direction, bytes) of what it moves to or from the host, or starts: then its computation moves it."""
-        moves = [host_bytes(operation, types)]
-        for called, _ in called_by(operation, computations) if operation.kind == "async-start" else ():
-            inside = computations.get(called, [])
-            moves += [host_bytes(one, {o.name: o.type for o in inside}) for one in inside]
-        return [(direction, size) for direction, size in moves if size]
 
     @cache
     def seconds(name: str) -> float:

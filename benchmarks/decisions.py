@@ -367,8 +367,9 @@ def picture(rows: Iterable[dict], file: Path) -> None:
     axes.plot(ends, ends, color="black", linewidth=0.8, label="as predicted")
     for edges in ((ends[0], 0), (0, ends[1])):  # the same sign
         axes.fill_between(edges, *((0, 0), (edges[0] or edges[1],) * 2), color="#e8f0e8", linewidth=0)
-    for name, pairs in sorted(groups.items()):
-        axes.scatter(*zip(*pairs, strict=True), s=28, alpha=0.8, label=f"{name}, {len(pairs)}", zorder=3)
+    for number, (name, pairs) in enumerate(sorted(groups.items())):
+        marker = "o^"[number // 10]  # there are ten colors
+        axes.scatter(*zip(*pairs, strict=True), s=28, alpha=0.8, marker=marker, label=f"{name}, {len(pairs)}", zorder=3)
     axes.axhline(0, color="grey", linewidth=0.6)
     axes.axvline(0, color="grey", linewidth=0.6)
     axes.set(xlim=ends, ylim=ends, aspect="equal", xlabel="predicted change of tokens/s, %", ylabel="measured, %")

@@ -51,15 +51,19 @@ from tpu_compiler.decide.search import ScriptError, compile_script, fit, with_op
 from tpu_compiler.decide.verdict import conclude, parse_only, parse_prices, parse_tokens, search_slices
 from tpu_compiler.estimate.calibration import CALIBRATION, Calibration, read_calibration
 from tpu_compiler.estimate.report import Report, format_compilers, format_report, format_table
-from tpu_compiler.given import check_file, compile_file
+from tpu_compiler.given import check_file, compile_file, take_flags
 from tpu_compiler.module.programs import HELP, compile_module, names_a_module, option_parser, parse_question
 from tpu_utils.base.hardware import parse_topology
+from tpu_utils.options.compiler_flags import parse_compiler_options
+from tpu_utils.options.fields import nearest
 from tpu_utils.options.virtual_slice import COMPILER_VARIABLE, check_private_interfaces, traceable_topology
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv, sides = take_sides(list(sys.argv[1:] if argv is None else argv))
+    flags, argv = take_flags(argv)
     arguments, options = make_parser().parse_known_args([word for word in argv if word != "--"])
+    arguments.compiler_options = flags
     say = partial(print, file=sys.stderr if arguments.json else sys.stdout, flush=True)
     reports, found = [], True
     try:
@@ -109,7 +113,8 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=f"{HELP}\n\n{option_parser().format_help().strip()}",
     )
     parser.add_argument("script", nargs="?", help="a training script that takes --compile_for, or a module")
-    parser.add_argument("--hlo", metavar="FILE", help="instead of a script: a program before XLA optimizes it")
+    help_text = "instead of a script: a program before XLA optimizes it; with --compiler_options, if any"
+    parser.add_argument("--hlo", metavar="FILE", help=help_text)
     parser.add_argument("--topology", required=True, help="slices, separated by commas")
     parser.add_argument("--fit", metavar="FIELD", help="find the largest value of this integer option that fits")
     parser.add_argument("--plan", action="store_true", help="seconds, not minutes: memory, and the step by roofline")
@@ -206,12 +211,16 @@ def check_target(arguments: argparse.Namespace, options: list[str], sides: tuple
         raise ValueError("nothing to ask about; expected a training script, a module, or --hlo FILE")
     if arguments.hlo and (arguments.script or options):
         found = " ".join([arguments.script or "", *options]).strip()
-        raise ValueError(f"--hlo {arguments.hlo} is a whole program; {found} beside it has no effect; leave one out")
+        meant = nearest(found.partition("=")[0], [f"--{name}" for name in vars(arguments)])
+        raise ValueError(
+            f"--hlo {arguments.hlo} is a whole program; {found} beside it has no effect{meant or '; leave one out'}"
+        )
     if is_no_script(arguments) and (sides or arguments.search or arguments.fit):
         asked = "--fit" if arguments.fit else "--search" if arguments.search else "--diff"
         kind = f"{arguments.hlo} is a program" if arguments.hlo else f"{arguments.script} is a module"
         raise ValueError(f"{asked} is for scripts, and {kind}; change its options")
     if arguments.hlo:
+        parse_compiler_options(arguments.compiler_options)
         check_file(Path(arguments.hlo))
 
 
@@ -226,7 +235,7 @@ def ask_slice(
     os.environ[COMPILER_VARIABLE] = compiler  # where the child process finds the one to use
     place = arguments.program and str(Path(arguments.program, "newest" if compiler else ""))
     if arguments.hlo:
-        return [compile_file(arguments.hlo, topology, place)]
+        return [compile_file(arguments.hlo, topology, place, arguments.compiler_options)]
     if names_a_module(arguments.script):
         return compile_module(arguments.script, options, topology, place)
     if arguments.fit:

@@ -63,6 +63,7 @@ DECISIONS = ROOT / "benchmarks" / "published" / "decisions.csv"
 ANSWERS = DECISIONS.with_name("answers.csv")
 BY_BOTH = DECISIONS.with_name("answers_newest.csv")
 """Answers of both compilers, priced by the same rules: those of ANSWERS may be priced anew."""
+WIKI = "https://github.com/vlasenkoalexey/tpu_performance_autoresearch_wiki"
 RUNS = DECISIONS.with_name("runs.csv")
 ANSWERS_OF_RUNS = DECISIONS.with_name("answers_runs.csv")
 ALWAYS = "--dataset tokens --precision bfloat16 --attention flash"
@@ -205,9 +206,8 @@ def ask_program(wiki: Path, name: str, slice_name: str, by: str) -> Answer:
         traced = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True)
         if not file.exists():
             raise RuntimeError(f"{name} was not traced: {reason_in(traced.stderr)}")
-        flags = " ".join(f"--{flag}" for flag in run.flags.split())
         command = ["aot_tpu.py", "--hlo", file, "--topology", slice_name, "--plan", "--no_cache", "--json"]
-        (report,) = answer_of(*command, env=os.environ | {"LIBTPU_INIT_ARGS": flags})
+        (report,) = answer_of(*command, "--compiler_options", run.flags)
     return Answer(
         slice=slice_name,
         setting=name,
@@ -244,7 +244,10 @@ def read_answers(path: Path) -> dict[tuple[str, str, str], Answer]:
     found = {}
     try:
         with path.open(newline="") as file:
-            for row in csv.DictReader(file):
+            reader = csv.DictReader(file)
+            if "setting" not in (reader.fieldnames or ()):
+                raise ValueError("its first line names no setting")
+            for row in reader:
                 numbers = {n: float(row[n]) for n in ("ms", "needed_gib", "limit_gib", "seconds")}
                 answer = Answer(row["slice"], row["setting"], row["by"], **numbers)
                 found[answer.slice, answer.setting, answer.by] = answer
@@ -387,7 +390,8 @@ def tell(decisions: Sequence[Decision], known: dict[tuple[str, str, str], Answer
     for name, held_out in (("used", False), ("held out", True)):
         scores.append([name, *score([row for row in rows if is_held_out(row["id"]) == held_out])])
     print(as_csv(scores), end="")
-    print(f"{len(decisions) - len(rows)} decisions are not yet asked", file=sys.stderr)
+    if len(rows) < len(decisions):
+        print(f"not asked yet: {len(decisions) - len(rows)} of {len(decisions)} decisions", file=sys.stderr)
     if given.tables and rows:
         lines = [list(rows[0]), *([f"{v:.1f}" if isinstance(v, float) else v or "" for v in r.values()] for r in rows)]
         name = "decisions_programs" if given.programs else "decisions"
@@ -414,6 +418,9 @@ def main() -> int:
     decisions = [
         d for d in read_decisions() if fnmatch.fnmatch(d.id, given.only) and fnmatch.fnmatch(d.kind, given.kind)
     ]
+    for folder in filter(None, (given.tables, answers.parent, given.picture and given.picture.parent)):
+        if not folder.is_dir():
+            raise InputError(f"{folder} is no folder; make it, or choose another")
     if not decisions:
         raise InputError(f"no decision is {given.only} of kind {given.kind}; {DECISIONS.name} lists them")
     if given.newest:
@@ -426,6 +433,8 @@ def main() -> int:
         return 1 if failed else 0
     if given.programs:
         decisions = of_runs(decisions)
+        if given.minutes and not (given.programs / "wiki").is_dir() and not (given.programs / "refs").is_dir():
+            raise InputError(f"{given.programs} is no clone; expected one of {WIKI}: git clone {WIKI}")
         failed = ask_missing(decisions, answers, given.minutes, ROOFLINE, partial(ask_program, given.programs))
     else:
         failed = ask_missing(decisions, answers, given.minutes, COMPILER if given.compile else ROOFLINE)

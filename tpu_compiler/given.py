@@ -3,6 +3,7 @@
 The file may be anybody's, so only a child process reads more of it than its size: given_program.py.
 """
 
+import argparse
 import os
 from pathlib import Path
 
@@ -30,9 +31,20 @@ def check_file(path: Path) -> None:
         )
 
 
-def compile_file(path: str, topology: str, program_dir: str | None) -> Report:
+def take_flags(words: list[str]) -> tuple[str, list[str]]:
+    """(the compiler's options, NAME=VALUE ...; the other words) of a command line with --hlo."""
+    if not any(word.partition("=")[0] == "--hlo" for word in words):
+        return "", words
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--compiler_options", default="")
+    found, others = parser.parse_known_args(words)
+    return found.compiler_options, others
+
+
+def compile_file(path: str, topology: str, program_dir: str | None, flags: str) -> Report:
     """The report of a program for one slice. Raises ScriptError after a child that said why itself."""
+    options = [f"--hlo={Path(path).resolve()}", f"--compiler_options={flags}"]
     try:
-        return compile_script(str(CHILD), topology, [f"--hlo={Path(path).resolve()}"], program_dir)
+        return compile_script(str(CHILD), topology, options, program_dir)
     except ScriptError as error:  # the file is what was asked about, and a damaged one can end the child by a signal
         raise ScriptError(str(error).replace(str(CHILD), path), error.exit_code) from error

@@ -7,6 +7,7 @@ says of devices, donation and shardings. Nothing in it runs.
 import argparse
 import dataclasses
 import math
+import os
 import re
 import sys
 import time
@@ -20,7 +21,9 @@ from tpu_compiler.compile.traced import Traced
 from tpu_compiler.given import EXPECTED
 from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.base.files import open_regular
-from tpu_utils.options.virtual_slice import traceable_topology
+from tpu_utils.options.compiler_flags import VARIABLE, parse_compiler_options, set_flags
+from tpu_utils.options.variables import check_known
+from tpu_utils.options.virtual_slice import COMPILER_VARIABLE, traceable_topology
 
 HOW = (
     'jax: jax.jit(f).trace(...).lower(lowering_platforms=("tpu",)).as_text(debug_info=True); anything else: the file '
@@ -34,14 +37,30 @@ def main() -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--hlo", required=True)
     parser.add_argument("--compile_for", required=True)
+    parser.add_argument("--compiler_options", default="")
     given = parser.parse_args()
     topology = traceable_topology(given.compile_for)
+    set_flags(parse_compiler_options(given.compiler_options))
+    check_flags()
     traced = read_program(Path(given.hlo))
     notes = [f"{sum(traced.donated)} of {len(traced.donated)} inputs are overwritten (donated)"]
     if traced.partitions > 1:
         notes.append(f"sharded by {'Shardy' if traced.shardy else 'GSPMD'} over {traced.partitions} devices")
-    result, text = ask_compiler(traced, topology, settings={"hlo": given.hlo}, cache=cache_of_environment())
+    settings = {"hlo": given.hlo, "compiler_options": os.environ.get(VARIABLE, "").strip()}
+    result, text = ask_compiler(traced, topology, settings=settings, cache=cache_of_environment())
     return hand_over(traced, dataclasses.replace(result, notes=notes), text)
+
+
+def check_flags() -> None:
+    """Raises InputError for what libtpu would pass over, or end the process at; a newer one may know more of them."""
+    names = {}
+    for word in os.environ.get(VARIABLE, "").split():
+        flag = re.fullmatch(r"--(\w+)(?:=(\S*))?", word)
+        if not flag or ",--" in word:
+            raise InputError(f"{VARIABLE} has {word:.60}; expected --NAME=VALUE, several separated by spaces")
+        names[flag[1]] = flag[2] or ""
+    if not os.environ.get(COMPILER_VARIABLE):
+        check_known(names)
 
 
 def read_program(path: Path) -> Traced:

@@ -17,7 +17,7 @@ from processes import ROOT, run
 import aot_tpu
 from tpu_compiler import given
 from tpu_compiler.decide import search
-from tpu_compiler.estimate.report import Report
+from tpu_compiler.estimate.report import GIVEN_PLAN_ERROR, Report
 from tpu_compiler.given_program import read_program
 from tpu_utils.base.hardware import GIB
 
@@ -118,11 +118,29 @@ def test_what_cannot_be_asked(programs, forked, capsys, tmp_path):
         assert words in said and str(path) in said and said.count("error: ") == 1 and "Traceback" not in said, said
 
 
+def test_the_flags_of_libtpu_are_said_and_none_is_passed_over(programs, capfd, monkeypatch):
+    question = ["--hlo", str(programs / "shardy.mlir"), "--topology", "v6e-8", "--plan"]
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=65536")
+    assert aot_tpu.main([*question, "--compiler_options", "xla_enable_async_all_gather=true"]) == 0
+    said = capfd.readouterr().out
+    assert "--xla_tpu_scoped_vmem_limit_kib=65536 --xla_enable_async_all_gather=true" in said
+    assert GIVEN_PLAN_ERROR in said
+    for flags in ("flags.txt", "xla_enable_async_all_gather=true", "--xla_enable_async_all_gather=true,--xla_b=1"):
+        monkeypatch.setenv("LIBTPU_INIT_ARGS", flags)
+        assert aot_tpu.main(question) == 2
+        assert f"LIBTPU_INIT_ARGS has {flags}; expected --NAME=VALUE" in capfd.readouterr().err
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kb=1")
+    assert aot_tpu.main(question) == 2
+    assert "did you mean xla_tpu_scoped_vmem_limit_kib?" in capfd.readouterr().err
+
+
 def test_wrong_usage(programs, capsys, monkeypatch):
     path = str(programs / "shardy.mlir")
     for more, words in (
         (["--fit", "batch"], "--fit is for scripts"),
-        (["--mesh", "1x8x1"], "beside it has no effect"),
+        (["--mesh", "1x8x1"], "beside it has no effect; leave one out"),
+        (["--plam"], "--plam beside it has no effect; did you mean --plan?"),
+        (["--compiler_options", "xla"], "compiler_options has 'xla'; expected NAME=VALUE"),
         (["simple_mnist_tpu.py"], "beside it has no effect"),
     ):
         assert aot_tpu.main([*more, "--hlo", path, "--topology", "v6e-8"]) == 2

@@ -1,7 +1,7 @@
 """The training step of a program of vlasenkoalexey's tpu_performance_autoresearch_wiki, traced for 8 TPUs and not run.
 
 Run:     python benchmarks/wiki_step.py FOLDER FILE --batch_size=4 --seqlen=8192 --use_splash=True ...
-         Needs flax 0.12, optax 0.2.8 and transformers beside this project's jax.
+         Needs requirements-dev.txt.
 Writes:  FILE, StableHLO for aot_tpu.py --hlo FILE --topology v6e-8.
 
 FOLDER has train.py and model/, which are run as they stand, with the options of train.py, up to its first step: until

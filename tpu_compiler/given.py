@@ -35,6 +35,10 @@ def take_flags(words: list[str]) -> tuple[str, list[str]]:
     """(the compiler's options, NAME=VALUE ...; the other words) of a command line with --hlo."""
     if not any(word.partition("=")[0] == "--hlo" for word in words):
         return "", words
+    for at, word in enumerate(words[:-1]):
+        if word == "--compiler_options":  # its value may begin with dashes
+            words = [*words[:at], f"{word}={words[at + 1]}", *words[at + 2 :]]
+            break
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--compiler_options", default="")
     found, others = parser.parse_known_args(words)

@@ -128,6 +128,11 @@ def test_the_tables_of_the_programs_are_of_the_kept_answers():
     assert not [r["id"] for r in wrong if not r["reason"]]
     tables = {row[0]: row[1:] for row in csv.reader((TABLES / "decisions_programs_scores.csv").open())}
     assert tables["all"] == decisions.score(rows)
+    names = [
+        (r[f"setting_{n}"], r[f"fits_{n}"], r[f"fits_{n}_predicted"]) for r in rows for n in "ab" if r[f"fits_{n}"]
+    ]
+    loops = {found for found in names if RUNS[found[0]].given.get("use_scan") == "True"}
+    assert f"of loops over the layers {sum(a == b for _, a, b in loops)} of {len(loops)}," in GIVEN_PLAN_ERROR
 
 
 def test_memory_of_loops_is_as_measured():
@@ -228,12 +233,45 @@ print(json.dumps([float(abs(a - b).max() / abs(a).max()) for a, b in zip(*map(ja
     assert max(decisions.answer_of("-c", code)) < 1e-5
 
 
-@pytest.mark.parametrize("name, said", [("decisions", PLAN_ERROR), ("decisions_programs", GIVEN_PLAN_ERROR)])
-def test_a_report_says_the_kept_scores(name, said):
+@pytest.mark.parametrize(
+    "name, rows, answers, said",
+    [
+        ("decisions", ALL, decisions.ANSWERS, PLAN_ERROR),
+        ("decisions_programs", decisions.of_runs(ALL), decisions.ANSWERS_OF_RUNS, GIVEN_PLAN_ERROR),
+    ],
+)
+def test_a_report_says_the_kept_scores(name, rows, answers, said):
     scores = next(row for row in csv.reader((TABLES / f"{name}_scores.csv").open()) if row[0] == "all")
     _, _, _, _, right, strong, _, fits, asked, _ = scores
     assert f"of {fits} of {asked} that fit or not" in said and f"of {right} of {strong} changes of 3 % or more" in said
     assert (int(fits) / int(asked), int(right) / int(strong)) > (0.85, 0.75)
+    known, apart = decisions.read_answers(answers), {}
+    for d in rows:
+        chips = 1 if d.a in RUNS else parse_topology(d.slice).num_devices  # those of a run are a chip's tokens
+        for setting, rate in ((d.a, d.rate_a), (d.b, d.rate_b)):
+            if rate:
+                clock = decisions.tokens_of(setting) / chips / float(rate) * 1e3
+                apart[setting, rate] = abs(clock / known[d.slice, setting, decisions.ROOFLINE].ms - 1)
+    half, near = sorted(apart.values())[len(apart) // 2], sum(each <= 0.15 for each in apart.values())
+    assert f"within {half:.0%} of the plan, {near} of {len(apart)} within".replace("%", " %") in said
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--programs", "."], "is no clone; expected one of https://github.com/"),
+        (["--tables", "nowhere"], "nowhere is no folder"),
+        (["--answers", "notes.txt"], "notes.txt is no table of answers"),
+        (["--only", "D999"], "no decision is D999"),
+    ],
+)
+def test_wrong_usage_is_said_before_anything_is_asked(options, message, compiler, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("a note")
+    monkeypatch.setattr(decisions.sys, "argv", ["decisions.py", *options])
+    with pytest.raises(InputError, match=message):
+        decisions.main()
+    assert not compiler
 
 
 def test_what_was_asked_becomes_tables_and_a_picture(compiler, tmp_path, monkeypatch, capsys):

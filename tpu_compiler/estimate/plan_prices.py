@@ -17,9 +17,8 @@ MEMORY_SHARE = 0.65
 """Elementwise operations, sums and copies in the same steps: 0.71, 0.64 and 0.56; RMSNorm alone 0.85."""
 SPARSE_CORE_SHARE = 0.5
 """A collective of v6e's SparseCore, beside one of the TensorCore. With reduce-scatters and all-reduces there, a step of
-Qwen3 8B of 4 x 8,192 tokens was 1.9 % faster by the clock (D243 and D258 of benchmarks/published/decisions.csv); so it
-is 1.6. All-gathers that are sent there libtpu 0.0.21 leaves where they are, and has each waited for; later ones do not.
-"""
+Qwen3 8B of 4 x 8,192 tokens was 1.9 % faster by the clock (D243 and D258 of benchmarks/published/decisions.csv), and is
+1.6 % faster by this. All-gathers that flags send there libtpu 0.0.21 leaves on the TensorCore, awaited one by one."""
 KERNEL_SHARES = {"forward": 0.70, "fwd": 0.70, "backward": 0.82, "dkv": 0.82, "dq": 0.82}
 """Splash attention, heads of 128, 8,192 tokens: the share of what its products take where nothing else is done."""
 

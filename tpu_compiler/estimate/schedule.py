@@ -119,7 +119,8 @@ def _step_seconds(
                     busy[link] += lasting
             now += (operation.cycles or 0) / (hardware.clock_ghz * 1e9)
             now += rule_seconds(operation, types, computations, topology)
-            beside = operation.kind == "async-start" and found[operation.name]
+            moves = collectives_in(operation, computations) or host_moves(operation, types, computations)
+            beside = operation.kind == "async-start" and moves
             inner = [] if beside else [call for call in called_by(operation, computations) if call[0] in bodies]
             now += sum(trips * seconds(called) for called, trips in inner)
             for transfer, *_ in found[operation.name]:

@@ -121,7 +121,7 @@ def test_what_cannot_be_asked(programs, forked, capsys, tmp_path):
 def test_the_flags_of_libtpu_are_said_and_none_is_passed_over(programs, capfd, monkeypatch):
     question = ["--hlo", str(programs / "shardy.mlir"), "--topology", "v6e-8", "--plan"]
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=65536")
-    assert aot_tpu.main([*question, "--compiler_options", "xla_enable_async_all_gather=true"]) == 0
+    assert aot_tpu.main([*question, "--compiler_options", "--xla_enable_async_all_gather=true"]) == 0
     said = capfd.readouterr().out
     assert "--xla_tpu_scoped_vmem_limit_kib=65536 --xla_enable_async_all_gather=true" in said
     assert GIVEN_PLAN_ERROR in said

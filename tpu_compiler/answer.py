@@ -31,7 +31,7 @@ from tpu_compiler.decide.search import OUTPUT_VARIABLE
 from tpu_compiler.estimate import reading
 from tpu_compiler.estimate.plan_prices import link_share, with_prices
 from tpu_compiler.estimate.report import PLANNED, Report
-from tpu_compiler.estimate.rules import moved_bytes, ruled_ms
+from tpu_compiler.estimate.rules import left_out, moved_bytes, ruled_ms
 from tpu_compiler.estimate.schedule import LinkShare, all_links, exposed_ms, read_host_transfers, seconds_on_links
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.hardware import GIB, Topology, parse_topology
@@ -154,6 +154,7 @@ def _accepted(
         estimated_mfu=model_flops / (seconds * peak_flops) if model_flops and seconds else None,
         operations_without_estimate=dict(unpriced.most_common()),
         ruled_ms=ruled_ms(computations, topology),
+        left_out=left_out(computations, topology),
         moved_bytes=moved_bytes(computations),
         costliest_operations=reading.read_operations(computations, hardware.clock_ghz * 1e6) if traced.given else [],
         costliest_lines=[(line, c / hardware.clock_ghz / 1e6) for line, c in cycles.most_common(10)],

@@ -20,6 +20,7 @@ from jax.extend.mlir import ir
 from tpu_compiler.compile import newest_child
 from tpu_compiler.compile.newest import request_of, slice_of
 from tpu_compiler.compile.traced import Traced
+from tpu_compiler.estimate.reading import with_source_lines
 from tpu_utils.base.errors import OTHERS
 from tpu_utils.base.hardware import GIB, Topology, parse_topology
 from tpu_utils.options.virtual_slice import quiet_libtpu
@@ -77,7 +78,7 @@ def compile_elsewhere(ask: Callable, traced: Traced, topology: Topology, doing: 
 
 
 def compiled_program(traced: Traced, text: str, figures: dict) -> Compiled:
-    return Compiled(text=text if traced.given else OUR_FRAME.sub("", text), **figures)
+    return Compiled(text=with_source_lines(text) if traced.given else OUR_FRAME.sub("", text), **figures)
 
 
 OVERWRITTEN = r"(?:buffer_donor|input_output_alias)=\{(.*?)\s\}"

@@ -7,7 +7,15 @@ Reads HLO text, no torch. The rates are shares of a v6e's peaks that steps and k
 import re
 from functools import cache
 
-from tpu_compiler.estimate.reading import COLLECTIVES, Operation, called_by, collectives_in, parse_program, scheduled
+from tpu_compiler.estimate.reading import (
+    COLLECTIVES,
+    Operation,
+    called_by,
+    collectives_in,
+    lines_of,
+    parse_program,
+    scheduled,
+)
 from tpu_compiler.estimate.rules import bytes_moved, dimensions, flash_seconds, host_bytes
 from tpu_utils.base.hardware import Topology
 
@@ -62,7 +70,7 @@ def with_prices(text: str, topology: Topology) -> str:
     prices = {line: round(each * topology.hardware.clock_ghz * 1e9) for line, each in prices.items() if each}
     return "\n".join(
         f'{line}, backend_config={{"estimated_cycles":"{prices[line]}"}}' if line in prices else line
-        for line in text.splitlines()
+        for line in lines_of(text)
     )
 
 

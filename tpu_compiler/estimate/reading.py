@@ -92,11 +92,32 @@ def elements(shape: str) -> list[str]:
     return found
 
 
+def lines_of(text: str) -> list[str]:
+    """Lines of HLO text, an operation on one: what a kernel says of itself, jax 0.10 has on lines of their own."""
+    return re.sub(r'(?<=\{)\n((?:"[^\n]*\n)+)(?=\})', lambda said: said[1].replace("\n", " "), text).splitlines()
+
+
+def with_source_lines(text: str) -> str:
+    """HLO text of a newer compiler, which has tables of frames, with the line of its source in each operation."""
+
+    def rows(table: str, row: str) -> list[tuple[str, ...]]:
+        found = re.search(rf"^{table}\n((?:\d+ .*\n)+)", text, re.M)
+        return re.findall(rf"^(\d+) {row}", found[1], re.M) if found else []
+
+    files = dict(rows("FileNames", "(.*)"))
+    locations = {
+        number: f"source_file={files.get(file)} source_line={line}"
+        for number, file, line in rows("FileLocations", r"\{file_name_id=(\d+) .*?line=(\d+)")
+    }
+    frames = dict(rows("StackFrames", r"\{file_location_id=(\d+)"))
+    return re.sub(r"stack_frame_id=(\d+)", lambda frame: locations.get(frames.get(frame[1]), frame[0]), text)
+
+
 def parse_program(text: str) -> dict[str, list[Operation]]:
     """Optimized HLO text -> {computation name: operations in schedule order}; the entry is called ENTRY."""
     computations: dict[str, list[Operation]] = {}
     operations: list[Operation] = []
-    for line in text.splitlines():
+    for line in lines_of(text):
         if line.endswith("{") and (match := re.match(r"(ENTRY )?%?([\w.\-]+) \(", line)):
             operations = computations.setdefault("ENTRY" if match[1] else match[2], [])
         elif match := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\(", line):

@@ -86,6 +86,7 @@ class Report:
     unit: str = "examples"
     operations_without_estimate: dict[str, int] = dataclasses.field(default_factory=dict)
     ruled_ms: float = 0.0  # what rules.py adds for them; not in estimated_ms
+    left_out: dict[str, int] = dataclasses.field(default_factory=dict)  # kernels without any price, times a step
     moved_bytes: float = 0.0  # read from and written to main memory by operations
     costliest_operations: list[tuple[str, float]] = dataclasses.field(default_factory=list)  # of --hlo, milliseconds
     costliest_lines: list[tuple[str, float]] = dataclasses.field(default_factory=list)  # source line, milliseconds
@@ -239,8 +240,12 @@ def roofline_rows(r: Report) -> Rows:
     return [
         *whole_step_rows(r),
         ("step by roofline", f"{step_text(r)} ({ROOFLINE})"),
-        ("accuracy", GIVEN_PLAN_ERROR if r.settings.get("hlo") else PLAN_ERROR),
+        ("accuracy", plan_error(r)),
     ]
+
+
+def plan_error(r: Report) -> str:
+    return GIVEN_PLAN_ERROR if r.settings.get("hlo") else PLAN_ERROR
 
 
 def step_text(r: Report) -> str:
@@ -261,9 +266,16 @@ def whole_step_rows(r: Report) -> Rows:
         if mfus := [f"{mfu:.1%}" for mfu in map(r.mfu_at, both) if mfu]:
             text += f", MFU {' to '.join(mfus)}"
         rows.append(("whole step", f"{text} (communication: {ALL_HIDDEN}, to nothing hidden)"))
+    if r.left_out:
+        rows.append(("left out", left_out_text(r)))
     if cost := cost_of_tokens(r):
         rows.append((counted(r), cost))
     return rows
+
+
+def left_out_text(r: Report) -> str:
+    kernels = ", ".join(f"{name} {times} times" for name, times in r.left_out.items())
+    return f"kernels without a price, so the step takes longer than predicted: {kernels}"
 
 
 def counted(r: Report) -> str:
@@ -392,8 +404,10 @@ def legend(reports: Sequence[Report]) -> list[str]:
     lines += [f"with comm.: from {ALL_HIDDEN} to nothing hidden{bound}."]
     memory = [r.topology for r in reports if r.compiles and r.is_memory_bound]
     lines += [f"memory-bound: {', '.join(dict.fromkeys(memory))}; {HALF}."] if memory else []
-    lines += [f"accuracy: {PLAN_ERROR}."] if any(r.reason == PLANNED for r in reports) else []
-    return lines + ([f"accuracy: {ERROR}."] if any(r.compiles and not r.calibration for r in reports) else [])
+    lines += [f"left out: {left_out_text(r)}." for r in reports if r.left_out]
+    lines += [f"accuracy: {plan_error(r)}." for r in reports if r.reason == PLANNED]
+    lines += [f"accuracy: {ERROR}."] if any(r.compiles and not r.calibration for r in reports) else []
+    return list(dict.fromkeys(lines))
 
 
 def format_compilers(reports: Sequence[Report]) -> str:
@@ -421,7 +435,7 @@ def format_compilers(reports: Sequence[Report]) -> str:
         ("between slices", lambda r: kinds_text(r.slice_transfers) or "none"),
         ("compile s", lambda r: f"{r.compile_seconds:.0f}"),
     ):
-        rows += [[name, *(text(r) if r.compiles else "-" for r in reports)]]
+        rows += [[name, *(text(r) if r.predicted_ms else "-" for r in reports)]]
     said = [f"{r.level}: {note}" if levels else note for r in reports for note in r.notes]
     said += [f"libtpu {r.versions.get('libtpu', '?')}: {r.calibration}" for r in reports if r.calibration]
     return "\n".join([*markdown(rows), *dict.fromkeys(said), *legend(reports)])

@@ -5,7 +5,8 @@ all gradients. jax's splash attention has four in its kernel for the gradients o
 in one. Only blocks that are computed count. The peak is scaled by how much of the matrix unit a head's width fills. A
 kernel of grouped products has as many rows as an even share of the tokens. The newest compiler has a kernel of its own,
 online-softmax, of a softmax and the product after it: that product counts, or the bytes of its arrays if they take
-longer. Copies and slices cost nothing, because they overlap with arithmetic. Neither do other custom calls. What goes
+longer. So do FLOPs and bytes that another kernel says itself. Copies and slices cost nothing, because they overlap with
+arithmetic. Neither do other custom calls; kernels among them are named (left_out). What goes
 between devices, alone or inside a fusion, and to the host's memory or from it has bounds of its own: schedule.py.
 Everything else (sort, scatter) costs twice the bytes of its result over the memory bandwidth; an update in place costs
 twice the bytes that it writes.
@@ -13,6 +14,7 @@ twice the bytes that it writes.
 
 import math
 import re
+from collections import Counter
 
 from tpu_compiler.estimate.reading import (
     COLLECTIVES,
@@ -41,6 +43,19 @@ def ruled_ms(computations: dict[str, list[Operation]], topology: Topology) -> fl
         types = {operation.name: operation.type for operation in operations}
         seconds += times * sum(rule_seconds(operation, types, computations, topology) for operation in operations)
     return seconds * 1e3
+
+
+def left_out(computations: dict[str, list[Operation]], topology: Topology) -> dict[str, int]:
+    """{name: times a step} of the kernels that neither the compiler nor the rule has a price for. Those whose results
+    have at most 4 KiB do not count: XLA's own, which prepares a grouped product, is one."""
+    found: Counter[str] = Counter()
+    for _, times, operations in scheduled(computations):
+        types = {operation.name: operation.type for operation in operations}
+        for operation in operations:
+            kernel = "tpu_custom_call" in operation.line and max(shape_bytes(operation.type, False), default=0) > 4096
+            if kernel and operation.cycles is None and not rule_seconds(operation, types, computations, topology):
+                found[re.sub(r"(\.\w+)+$", "", operation.name)] += times
+    return dict(found.most_common())
 
 
 def rule_seconds(
@@ -86,19 +101,15 @@ def flash_seconds(operation: Operation, topology: Topology) -> float:
     if not phase or not queries:
         return 0.0
     *batch_and_heads, length, width = map(int, queries.split(","))  # no batch axis where a device has one row
-    if own or "q_layout_2" in operation.name:  # positions along the lanes; SEQ_MINOR of splash attention
+    if own or said_by(operation, "q_layout") == "2":  # positions along the lanes; SEQ_MINOR of splash attention
         length, width = width, length
     if own:
         scores = int(own[2]) * int(own[3]) ** 2
     else:
-        block = int(operation.find(rf"_block_q_{phase[1]}_(\d+)") or operation.find(r"_block_q_(\d+)") or 512)
-        scores = length**2 * (1 + block / length) / 2  # blocks on or below the diagonal
-        grid = operation.find(r"operand_layout_constraints=\{s8\[\d+,(\d+,\d+)\]")  # in blocks; fewer with a window
-        if grid and (visited := math.prod(map(int, grid.split(",")))) < (length // block) ** 2:
-            scores = visited * block**2
+        scores = splash_scores(operation, phase[1], length)
     # jax 0.7.1 does not name its fused kernel: it makes one gradient of q for each block of keys, an axis more
     ranks = [array.count(",") + 1 for array in re.findall(r"\[([\d,]+)\]", operation.type)]
-    by_name = "use_fused_bwd_kernel_True" in operation.name
+    by_name = said_by(operation, "use_fused_bwd_kernel") in ("True", "true")
     fused = phase[1] == "dkv" and (by_name or max(ranks) > len(batch_and_heads) + 2)
     products = FUSED_PRODUCTS if fused else FLASH_PRODUCTS[phase[1]]
     hardware = topology.hardware
@@ -106,21 +117,53 @@ def flash_seconds(operation: Operation, topology: Topology) -> float:
     return products * 2 * math.prod(batch_and_heads) * scores * width / (peak * filled(width, topology))
 
 
+def splash_scores(operation: Operation, phase: str, length: int) -> int:
+    """How many scores of one head a kernel of splash attention computes: all where it is given no mask, else of the
+    blocks on or below the diagonal, or of those that it is told to visit, where a window leaves fewer."""
+    operands = operation.line.partition("operand_layout_constraints={")[2].partition("}}")[0]
+    given = re.findall(r"(\w+)\[([\d,]+)\]", operands)
+    blocks = [sizes.split(",") for dtype, sizes in given if dtype == "s8"]
+    # positions, s32[8192,128], or blocks of a mask, s8[3,512,512] beside the lists of which to fetch and to compute
+    if not any(dtype == "s32" and "," in sizes for dtype, sizes in given) and sum(len(b) == 3 for b in blocks) < 3:
+        return length**2
+    # jax's lists are (1, blocks of queries, blocks of keys), tokamax's have those to visit
+    visited = blocks[0] if blocks else []
+    queries, keys = (
+        next((int(size) for end in (f"_{phase}", "") if (size := said_by(operation, f"block_{axis}{end}"))), 0)
+        for axis in ("q", "kv")
+    )
+    block = queries or (length // int(visited[1]) if visited[1:] else 512)
+    scores = length * (length + block) // 2
+    return min(scores, math.prod(map(int, visited[-2:])) * block * (keys or block)) if visited else scores
+
+
+def said_by(operation: Operation, setting: str) -> str:
+    """What a kernel says of one of its settings, "" if nothing: in its name (_block_q_512) with jax 0.7.1, as JSON that
+    stands beside it with jax 0.10."""
+    said = operation.name + (operation.find(r'"xprof_metadata":"(\{.*?\})"') or "")
+    found = re.search(rf'(?:_|\\"){setting}(?:_|\\": )([Tt]rue|\d+)', said)
+    return found[1] if found else ""
+
+
 def product_seconds(operation: Operation, types: dict[str, str], topology: Topology) -> float:
-    """Seconds of one kernel on one device, as long as its products or its bytes take: of language/xla/expert_kernels.py
-    or the newest compiler's own of a softmax and the product after it; 0.0 for any other custom call."""
+    """Seconds of one kernel on one device, as long as its products or its bytes take: one of
+    language/xla/expert_kernels.py, the newest compiler's own of a softmax and the product after it, or one that says
+    its FLOPs and bytes itself (pallas.CostEstimate); 0.0 for any other custom call."""
     sizes = re.search(r"grouped_product_(\d+)x(\d+)x(\d+)/", operation.line)
+    said = re.search(r'"cost_estimate":\{"flops":"(\d+)",.*?"bytes_accessed":"(\d+)"', operation.line)
     arrays = (operation.type, *(types.get(operand, "") for operand in operation.operands))
+    size = sum(in_memory(array) for array in arrays)
     if operation.name.startswith("online-softmax"):
         products = (
             math.prod(dimensions(arrays[0])) * dimensions(arrays[1])[-1] / filled(dimensions(arrays[0])[-1], topology)
         )
     elif sizes and "tpu_custom_call" in operation.line:
         products = math.prod(map(int, sizes.groups()))
+    elif said:
+        products, size = int(said[1]) / 2, int(said[2])
     else:
         return 0.0
     hardware = topology.hardware
-    size = sum(in_memory(array) for array in arrays)
     peak = hardware.bf16_tflops / hardware.devices_per_chip * 1e12
     return max(2 * products / peak, size / hardware.memory_gb_per_s / 1e9)
 

@@ -4,6 +4,8 @@ import dataclasses
 import json
 import os
 import re
+import subprocess
+import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -409,6 +411,23 @@ def test_the_newest_compiler_for_real(newest_environment):
         assert r.fits and r.estimated_ms and {"all-gather", "reduce-scatter"} <= set(r.collectives)
     for kind in ("all-gather", "reduce-scatter"):  # on TPU7x by the SparseCores
         assert tpu7x.collectives[kind] == new.collectives[kind]
+
+
+@pytest.mark.slow
+def test_a_program_of_a_newer_jax_is_priced_as_the_same_of_ours(newest_environment, tmp_path):
+    """It names its kernels and its lines in another way."""
+    reports = []
+    for place, python in enumerate((sys.executable, newest_environment[1] / "bin" / "python")):
+        file = tmp_path / f"{place}.mlir"
+        environment = newest.child_environment() | {"JAX_PLATFORMS": "cpu"}
+        subprocess.run([python, "tests/splash_program.py", file], cwd=ROOT, env=environment, check=True)
+        for compiler in (("--json",), (*newest_environment, "newest_alone")):
+            done = run("aot_tpu.py", "--hlo", file, "--topology", "v6e-1", "--plan", "--no_cache", *compiler)
+            assert done.returncode == 0, done.stderr
+            reports.append(Report(**json.loads(done.stdout)[0]))
+    for r in reports:
+        assert not r.left_out and r.predicted_ms == pytest.approx(reports[0].predicted_ms, rel=0.05)
+        assert any(re.match(r"splash_\w+\.py:\d+", line) for line, _ in r.costliest_lines), r.costliest_lines
 
 
 @pytest.mark.exhaustive

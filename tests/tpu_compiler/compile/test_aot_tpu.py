@@ -149,6 +149,32 @@ def test_the_innermost_scope_counts(scope, line, module):
     assert (reading.source_of(operation), reading.module_of(operation)) == (line, module)
 
 
+def test_lines_of_jax_are_found_in_the_tables_of_a_newer_compiler():
+    text = """HloModule m
+
+FileNames
+1 "/home/you/model.py"
+2 "/home/you/train.py"
+
+FileLocations
+1 {file_name_id=2 function_name_id=1 line=3 end_line=3 column=0 end_column=9}
+2 {file_name_id=1 function_name_id=2 line=57 end_line=57 column=4 end_column=9}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=1}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %f = f32[8]{0} negate(%x), metadata={op_name="jit(step)/transpose(jvp())/neg" stack_frame_id=2}
+  ROOT %g = f32[8]{0} negate(%f), metadata={op_name="jit(step)/neg" stack_frame_id=9}
+}
+"""
+    operations = reading.parse_program(reading.with_source_lines(text))["ENTRY"]
+    unknown = "added by the compiler"
+    assert [reading.source_of(o) for o in operations] == [unknown, "model.py:57 backward", unknown]
+
+
 # ---------------------------------------------------------------------------------------------------- the real compiler
 def test_one_device():
     r = compiled(TINY, "--compile_for", "v5litepod-1")["report.json"]

@@ -27,8 +27,16 @@ from tpu_compiler.decide.fastest import Search, ms_per_example, step_ms
 from tpu_compiler.decide.roofline import bounds, draw, efficiencies
 from tpu_compiler.estimate import schedule
 from tpu_compiler.estimate.reading import parse_program, read_collectives, read_cycles
-from tpu_compiler.estimate.report import ERROR, PLAN_ERROR, PLANNED, Report, format_report, format_table
-from tpu_compiler.estimate.rules import moved_bytes, ruled_ms
+from tpu_compiler.estimate.report import (
+    ERROR,
+    PLAN_ERROR,
+    PLANNED,
+    Report,
+    format_compilers,
+    format_report,
+    format_table,
+)
+from tpu_compiler.estimate.rules import left_out, moved_bytes, ruled_ms
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.hardware import GIB, parse_topology
 from tpu_utils.options.parsing import as_json, parse_command_line
@@ -566,7 +574,7 @@ def test_wrong_usage_is_one_message(capsys, options, message):
 KERNEL = (
     "  %splash_mha_{0}_block_q_512_x.2 = (f32[1], bf16[8,12,1024,64]{{3,2,1,0:S(1)}}) custom-call(%a, %b), "
     'custom_call_target="tpu_custom_call", operand_layout_constraints={{s8[1,2,2]{{2,1,0}}, '
-    "bf16[8,12,1024,64]{{3,2,1,0}}, bf16[8,12,1024,64]{{3,2,1,0}}}}\n"
+    "bf16[8,12,1024,64]{{3,2,1,0}}, bf16[8,12,1024,64]{{3,2,1,0}}, s32[1024,128]{{1,0}}}}\n"
 )
 
 
@@ -587,6 +595,15 @@ def kernels(*names: str, form: str = KERNEL) -> str:
 
 SPLASH = kernels(*(f"splash_mha_{kind}_block_q_512_x" for kind in ("fwd", "dkv", "dq")))
 MINOR = KERNEL.replace("1024,64]{{3", "64,1024]{{3")  # positions along the lanes
+# jax 0.10 and tokamax have the settings as JSON on lines of their own, and tokamax a list of the blocks to visit
+SAID = (
+    SPLASH.replace("_block_q_512_x.2", "_no_residuals.1")
+    .replace("}}\n", '}}, frontend_attributes={kernel_metadata={\n"xprof_metadata":"{\\"block_q\\": 512}"\n}}\n')
+    .replace("s8[1,2,2]{2,1,0}", "s32[], s8[3]{0}, s8[3]{0}")
+)
+FUSED = kernels("splash_mha_dkv_x").replace(
+    "}}\n", '}}, a={k={\n"xprof_metadata":"{\\"block_q_dkv\\": 512, \\"use_fused_bwd_kernel\\": true}"\n}}\n'
+)
 NEWER = "bf16[8,2,12,1024,64]{4,3,2,1,0}"  # jax 0.7.1's has a gradient of q for each block of keys; newer ones name it
 
 
@@ -600,6 +617,11 @@ NEWER = "bf16[8,2,12,1024,64]{4,3,2,1,0}"  # jax 0.7.1's has a gradient of q for
         (kernels("splash_mha_dkv_block_q_2048_block_q_dkv_512_use_fused_bwd_kernel_True"), 5),
         (kernels("vmap_splash_mqa_dkv_block_q_512_block_q_dkv_512_use_fused_bwd_kernel_False"), 4),
         (kernels("splash_mha_dkv_block_q_dkv_512_").replace("bf16[8,12,1024,64]{3,2,1,0:S(1)}", NEWER), 5),
+        (SAID, 9),
+        (SAID.replace("s8[3]", "s8[2]"), 9 * 0.5 / 0.75),
+        (FUSED, 5),
+        (SPLASH.replace("_block_q_512_x", ""), 9),  # of how many blocks it is told
+        (SPLASH.replace(", s32[1024,128]{1,0}", ""), 9 / 0.75),  # no mask
         (kernels("causal_forward_3_blocks_of_512", "causal_backward_3_blocks_of_512", form=MINOR), 2 + 5),
     ],
 )
@@ -633,9 +655,18 @@ SOFTMAX = (
 )
 
 
+# as jax 0.10 writes what a kernel says of itself
+COUNTED = (
+    '  %mine.4 = bf16[4096]{0} custom-call(), custom_call_target="tpu_custom_call", backend_config={'
+    '"custom_call_config":{"body":"","cost_estimate":{"flops":"FLOPS","transcendentals":"0","bytes_accessed":"819000000"}}}\n'
+)
+
+
 @pytest.mark.parametrize(
     "text, seconds",
     [
+        (COUNTED.replace("FLOPS", "197000000000000"), 1.0),
+        (COUNTED.replace("FLOPS", "1"), 1e-3),
         (GROUPED.format(16384), 2 * 16384 * 4096**2 / 197e12),
         (GROUPED.format(256), 2 * (2 * 1024 * 4096 + 8 * 4096**2) / 819e9),
         (SOFTMAX, 2 * (96 * 1024**2 + 2 * 96 * 1024 * 64) / 819e9),
@@ -644,6 +675,17 @@ SOFTMAX = (
 )
 def test_other_kernels_are_as_long_as_their_products_or_their_bytes_take(text, seconds):
     assert ruled_ms(entry(text), V5E) == pytest.approx(seconds * 1e3)
+
+
+def test_kernels_without_a_price_are_named_with_how_often_they_run():
+    plain = COUNTED.replace('"cost_estimate"', '"other"')
+    text = kernels("causal_forward_3_blocks_of_512", form=MINOR) + plain + plain.replace("mine.4", "mine.4.clone")
+    text += plain.replace("mine.4", "other.4") + plain.replace("mine.4 = bf16[4096]", "small.4 = bf16[64]")
+    assert left_out(entry(text), V5E) == {"mine": 2, "other": 1}
+    said = Report(**FACTS, program="", compiles=True, fits=True, reason="", left_out={"mine": 2}).with_prediction()
+    assert "left out           kernels without a price, so the step takes longer" in format_report(said)
+    for table in (format_table([said]), format_compilers([said])):
+        assert "left out: kernels without a price" in table and "mine 2 times" in table
 
 
 ON_HOST = """

@@ -206,8 +206,8 @@ def ask_program(wiki: Path, name: str, slice_name: str, by: str) -> Answer:
         traced = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True)
         if not file.exists():
             raise RuntimeError(f"{name} was not traced: {reason_in(traced.stderr)}")
-        command = ["aot_tpu.py", "--hlo", file, "--topology", slice_name, "--json", "--compiler_options", run.flags]
-        (report,) = answer_of(*command, *["--plan", "--no_cache"] * (by != COMPILER))
+        command = ["aot_tpu.py", "--hlo", file, "--topology", slice_name, "--plan", "--no_cache", "--json"]
+        (report,) = answer_of(*command, "--compiler_options", run.flags)
     return Answer(
         slice=slice_name,
         setting=name,
@@ -423,7 +423,6 @@ def main() -> int:
             raise InputError(f"{folder} is no folder; make it, or choose another")
     if not decisions:
         raise InputError(f"no decision is {given.only} of kind {given.kind}; {DECISIONS.name} lists them")
-    by = COMPILER if given.compile else ROOFLINE
     if given.newest:
         decisions = [d for d in decisions if all("--scan_layers" in setting for setting in (d.a, d.b))][:BY_NEWEST]
         failed = sum(ask_missing(decisions, answers, given.minutes, by) for by in (ROOFLINE, NEWEST))
@@ -436,9 +435,9 @@ def main() -> int:
         decisions = of_runs(decisions)
         if given.minutes and not (given.programs / "wiki").is_dir() and not (given.programs / "refs").is_dir():
             raise InputError(f"{given.programs} is no clone; expected one of {WIKI}: git clone {WIKI}")
-        failed = ask_missing(decisions, answers, given.minutes, by, partial(ask_program, given.programs))
+        failed = ask_missing(decisions, answers, given.minutes, ROOFLINE, partial(ask_program, given.programs))
     else:
-        failed = ask_missing(decisions, answers, given.minutes, by)
+        failed = ask_missing(decisions, answers, given.minutes, COMPILER if given.compile else ROOFLINE)
     tell(decisions, read_answers(answers), given)
     return 1 if failed else 0
 

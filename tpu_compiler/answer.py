@@ -78,6 +78,9 @@ def ask_compiler(
     planned = compiled is None and bool(os.environ.get(PLAN_VARIABLE))
     if compiled is None and not planned and (expected := expected_time(settings)):
         print(f"{expected} for {topology.name}", file=sys.stderr, flush=True)
+    unread = "" if planned or newest or compiled else unread_kernels(traced.hlo)
+    if unread:
+        return _refused(unread, traced, facts), ""
     try:
         if planned:
             compiled = compile_elsewhere(partial(plan_program, python), traced, topology, "planning")
@@ -177,13 +180,31 @@ def traced_hash(traced: Traced, topology: Topology) -> str:
 
 def without_lines(text: str) -> str:
     """HLO whose Pallas kernels are MLIR's text, which does not name the files and lines they were written in."""
+    return re.sub(r'(?<="body": ")([^"]+)', lambda body: kernel(body[1]).get_asm(enable_debug_info=False), text)
+
+
+def kernel(body: str | bytes) -> ir.Operation:
     context = ir.Context()
     context.allow_unregistered_dialects = True
+    return ir.Module.parse(b64decode(body), context).operation
 
-    def printed(kernel: re.Match) -> str:
-        return ir.Module.parse(b64decode(kernel[1]), context).operation.get_asm(enable_debug_info=False)
 
-    return re.sub(r'(?<="body": ")([^"]+)', printed, text)
+KERNELS = 7
+"""The version of Pallas kernels that libtpu 0.0.21 reads, at most; it says so when it comes to them, after minutes. jax
+writes what an attached TPU reads, and without one its newest: 0.7.1 version 8, 0.10 version 9."""
+
+
+def unread_kernels(hlo: bytes) -> str:
+    """Why the installed compiler will not take a serialized program; "" if its kernels are no reason."""
+    named = "stable_mosaic.version"
+    kernels = [kernel(body).attributes for body in set(re.findall(rb'"body": ?"([\w+/=]+)', hlo))]
+    newest = max([ir.IntegerAttr(attributes[named]).value for attributes in kernels if named in attributes] + [0])
+    if newest <= KERNELS:
+        return ""
+    return (
+        f"it has Pallas kernels of version {newest}, and libtpu 0.0.21 reads {KERNELS} at most: ask --compiler "
+        "newest_alone, or --plan, which compiles no kernel"
+    )
 
 
 def facts_of_inputs(traced: Traced) -> list:

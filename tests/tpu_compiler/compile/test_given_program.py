@@ -81,6 +81,18 @@ def test_one_device_overwrites_what_the_program_says(programs, forked, capsys, f
     assert r.memory["inputs"] == 4 * 12 * WIDTH**2 + 4 * BATCH * LENGTH * WIDTH
 
 
+def test_kernels_that_the_compiler_cannot_read_are_refused_before_minutes_of_compile(forked, capsys, tmp_path):
+    """jax without a TPU writes its newest version of them; a plan compiles none."""
+    file = tmp_path / "splash.mlir"
+    done = run(ROOT / "tests" / "splash_program.py", file, JAX_PLATFORMS="cpu")
+    assert done.returncode == 0, done.stderr
+    question = ["--hlo", str(file), "--topology", "v6e-1", "--no_cache"]
+    assert aot_tpu.main(question) == 1
+    said = capsys.readouterr().out
+    assert "does not compile" in said and "kernels of version 8, and libtpu 0.0.21 reads 7 at most" in said
+    assert ask(capsys, *question[:-1], "--plan").predicted_ms > 1
+
+
 PLAIN = """module { func.func public @main(%x: tensor<1024x1024xf32>) -> tensor<1024x1024xf32> {
   %y = stablehlo.dot_general %x, %x, contracting_dims = [1] x [0] :
     (tensor<1024x1024xf32>, tensor<1024x1024xf32>) -> tensor<1024x1024xf32>

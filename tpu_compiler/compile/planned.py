@@ -6,6 +6,7 @@ which is killed once the plan is written.
 """
 
 import json
+import os
 import re
 import time
 from pathlib import Path
@@ -14,14 +15,16 @@ from typing import Any
 from tpu_compiler.compile.newest import asked_child
 from tpu_compiler.compile.traced import Traced
 from tpu_utils.base.hardware import Topology
+from tpu_utils.options.compiler_flags import VARIABLE
 
 PLAN_VARIABLE = "AOT_TPU_PLAN"
 """Set where a plan is asked for."""
 PLAN = ".after_optimizations-buffer-assignment.txt"
 LAST = ".after_optimizations_after_buffer_assignment.txt"  # of the texts before machine code is made
-CODE_BYTES = 200_000
-"""Machine code of a fusion or kernel, at most: four steps of Llama 3 and Qwen3 of 8B, compiled whole by libtpu 0.0.21,
-had 74,000 to 203,000."""
+CODE_BYTES = {False: 100_000, True: 200_000}
+"""Machine code of a fusion or kernel, by whether a flag gives it more on-chip memory, of which it makes larger tiles:
+steps of Llama 3 8B, compiled whole by libtpu 0.0.21, had 82,000 without, 140,000 with 64 MiB, and 206,000 and 258,000
+with 96."""
 
 
 def plan_program(python: Path, traced: Traced, topology: Topology) -> tuple[dict[str, Any], str]:
@@ -36,7 +39,9 @@ def plan_program(python: Path, traced: Traced, topology: Topology) -> tuple[dict
         text = plan.with_name(plan.name.replace(PLAN, ".after_optimizations.txt")).read_text()
         numbers = allocated_bytes(plan.read_text())
         kernels = len(re.findall(r"^ +(?:ROOT )?%?[\w.\-]+ = .*? (?:fusion|custom-call)\(", text, re.M))
-        numbers |= dict(program_bytes=kernels * CODE_BYTES, flops=0.0, seconds=time.monotonic() - start)
+        has_more = "xla_tpu_scoped_vmem_limit_kib=" in os.environ.get(VARIABLE, "")
+        program = kernels * CODE_BYTES[has_more]
+        numbers |= dict(program_bytes=program, flops=0.0, seconds=time.monotonic() - start)
         return numbers, text
 
 

@@ -78,15 +78,12 @@ def ask_compiler(
     planned = compiled is None and bool(os.environ.get(PLAN_VARIABLE))
     if compiled is None and not planned and (expected := expected_time(settings)):
         print(f"{expected} for {topology.name}", file=sys.stderr, flush=True)
-    unread = "" if planned or newest or compiled else unread_kernels(traced.hlo)
-    if unread:
-        return _refused(unread, traced, facts), ""
     try:
         if planned:
             compiled = compile_elsewhere(partial(plan_program, python), traced, topology, "planning")
         elif compiled is None and newest:
             compiled = compile_elsewhere(partial(compile_there, python), traced, topology)
-        compiled = compiled or compile_program(traced, topology)
+        compiled = compiled or compile_here(traced, topology)
     except JaxRuntimeError as error:
         return _refused(str(error), traced, facts | {"compile_seconds": time.monotonic() - start}), ""
     if cache and not facts["from_cache"] and not planned:
@@ -192,6 +189,13 @@ def kernel(body: str | bytes) -> ir.Operation:
 KERNELS = 7
 """The version of Pallas kernels that libtpu 0.0.21 reads, at most; it says so when it comes to them, after minutes. jax
 writes what an attached TPU reads, and without one its newest: 0.7.1 version 8, 0.10 version 9."""
+
+
+def compile_here(traced: Traced, topology: Topology) -> Compiled:
+    """As compile_program. Raises JaxRuntimeError at once for kernels that libtpu would refuse after minutes."""
+    if unread := unread_kernels(traced.hlo):
+        raise JaxRuntimeError(unread)
+    return compile_program(traced, topology)
 
 
 def unread_kernels(hlo: bytes) -> str:

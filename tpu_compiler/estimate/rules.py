@@ -52,7 +52,10 @@ def left_out(computations: dict[str, list[Operation]], topology: Topology) -> di
     for _, times, operations in scheduled(computations):
         types = {operation.name: operation.type for operation in operations}
         for operation in operations:
-            kernel = "tpu_custom_call" in operation.line and max(shape_bytes(operation.type, False), default=0) > 4096
+            kernel = (
+                'custom_call_target="tpu_custom_call"' in operation.line
+                and max(shape_bytes(operation.type, False), default=0) > 4096
+            )
             if kernel and operation.cycles is None and not rule_seconds(operation, types, computations, topology):
                 found[re.sub(r"(\.\w+)+$", "", operation.name)] += times
     return dict(found.most_common())
@@ -123,8 +126,9 @@ def splash_scores(operation: Operation, phase: str, length: int) -> int:
     operands = operation.line.partition("operand_layout_constraints={")[2].partition("}}")[0]
     given = re.findall(r"(\w+)\[([\d,]+)\]", operands)
     blocks = [sizes.split(",") for dtype, sizes in given if dtype == "s8"]
-    # positions, s32[8192,128], or blocks of a mask, s8[3,512,512] beside the lists of which to fetch and to compute
-    if not any(dtype == "s32" and "," in sizes for dtype, sizes in given) and sum(len(b) == 3 for b in blocks) < 3:
+    # positions are one array, s32[8192,128], blocks of a mask too; segments are two, and no mask
+    masks = sum(dtype == "s32" and "," in sizes for dtype, sizes in given)
+    if masks % 2 == 0 and all(len(sizes) > 1 for sizes in blocks):
         return length**2
     # jax's lists are (1, blocks of queries, blocks of keys), tokamax's have those to visit
     visited = blocks[0] if blocks else []
@@ -150,7 +154,8 @@ def product_seconds(operation: Operation, types: dict[str, str], topology: Topol
     language/xla/expert_kernels.py, the newest compiler's own of a softmax and the product after it, or one that says
     its FLOPs and bytes itself (pallas.CostEstimate); 0.0 for any other custom call."""
     sizes = re.search(r"grouped_product_(\d+)x(\d+)x(\d+)/", operation.line)
-    said = re.search(r'"cost_estimate":\{"flops":"(\d+)",.*?"bytes_accessed":"(\d+)"', operation.line)
+    said = operation.find(r'"cost_estimate": ?(\{[^}]*\})') or ""
+    flops, moved = (re.search(rf'"{key}": ?"?(\d+)', said) for key in ("flops", "bytes_accessed"))
     arrays = (operation.type, *(types.get(operand, "") for operand in operation.operands))
     size = sum(in_memory(array) for array in arrays)
     if operation.name.startswith("online-softmax"):
@@ -159,8 +164,8 @@ def product_seconds(operation: Operation, types: dict[str, str], topology: Topol
         )
     elif sizes and "tpu_custom_call" in operation.line:
         products = math.prod(map(int, sizes.groups()))
-    elif said:
-        products, size = int(said[1]) / 2, int(said[2])
+    elif flops and moved:
+        products, size = int(flops[1]) / 2, int(moved[1])
     else:
         return 0.0
     hardware = topology.hardware

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-LENGTH, BLOCK = 8192, 2048
+LENGTH, BLOCK = 4096, 1024
 KEYS = ("block_kv", "block_kv_compute", "block_kv_dkv", "block_kv_dkv_compute")
 
 

@@ -2,14 +2,13 @@
 
 The rule: a flash attention layer is seven matmuls of 2 B H T^2 K FLOPs: two in the forward kernel, five in the one for
 all gradients. jax's splash attention has four in its kernel for the gradients of K and V, three in that for Q, or five
-in one. Only blocks that are computed count. The peak is scaled by how much of the matrix unit a head's width fills. A
+in one. Blocks that are skipped do not count. The peak is scaled by how much of the matrix unit a head's width fills. A
 kernel of grouped products has as many rows as an even share of the tokens. The newest compiler has a kernel of its own,
 online-softmax, of a softmax and the product after it: that product counts, or the bytes of its arrays if they take
 longer. So do FLOPs and bytes that another kernel says itself. Copies and slices cost nothing, because they overlap with
-arithmetic. Neither do other custom calls; kernels among them are named (left_out). What goes
-between devices, alone or inside a fusion, and to the host's memory or from it has bounds of its own: schedule.py.
-Everything else (sort, scatter) costs twice the bytes of its result over the memory bandwidth; an update in place costs
-twice the bytes that it writes.
+arithmetic. Neither do other custom calls; kernels among them are named (left_out). What goes between devices, alone or
+inside a fusion, and to the host's memory or from it has bounds of its own: schedule.py. Everything else (sort, scatter)
+costs twice the bytes of its result over the memory bandwidth; an update in place costs twice the bytes that it writes.
 """
 
 import math
@@ -98,7 +97,7 @@ def host_bytes(operation: Operation, types: dict[str, str]) -> tuple[str, int]:
 def flash_seconds(operation: Operation, topology: Topology) -> float:
     """Seconds of one attention kernel on one device, of language/xla/flash_kernels.py or jax's splash attention; 0.0
     for any other custom call."""
-    queries = operation.find(r"operand_layout_constraints=\{.*?(?:bf16|f32)\[(\d+(?:,\d+){2,3})\]")
+    queries = operation.find(r"operand_layout_constraints=\{.*?(?:bf16|f32)\[(\d+(?:,\d+){2,4})\]")
     own = re.search(r"causal_(forward|backward)_(\d+)_blocks_of_(\d+)", operation.name)
     phase = own or re.search(r"splash_m[hq]a_(fwd|dkv|dq)", operation.name)
     if not phase or not queries:
@@ -109,7 +108,7 @@ def flash_seconds(operation: Operation, topology: Topology) -> float:
     if own:
         scores = int(own[2]) * int(own[3]) ** 2
     else:
-        scores = splash_scores(operation, phase[1], length)
+        scores = splash_scores(operation, phase[1], length, width)
     # jax 0.7.1 does not name its fused kernel: it makes one gradient of q for each block of keys, an axis more
     ranks = [array.count(",") + 1 for array in re.findall(r"\[([\d,]+)\]", operation.type)]
     by_name = said_by(operation, "use_fused_bwd_kernel") in ("True", "true")
@@ -120,16 +119,19 @@ def flash_seconds(operation: Operation, topology: Topology) -> float:
     return products * 2 * math.prod(batch_and_heads) * scores * width / (peak * filled(width, topology))
 
 
-def splash_scores(operation: Operation, phase: str, length: int) -> int:
+def splash_scores(operation: Operation, phase: str, length: int, width: int) -> int:
     """How many scores of one head a kernel of splash attention computes: all where it is given no mask, else of the
-    blocks on or below the diagonal, or of those that it is told to visit, where a window leaves fewer."""
+    blocks on or below the diagonal, or of those that it is told to visit, where a window leaves fewer. A kernel for all
+    gradients is told of every block (jax 0.7.1 to 0.10): beside a window it counts too many."""
     operands = operation.line.partition("operand_layout_constraints={")[2].partition("}}")[0]
-    given = re.findall(r"(\w+)\[([\d,]+)\]", operands)
-    blocks = [sizes.split(",") for dtype, sizes in given if dtype == "s8"]
+    given = [(dtype, sizes.split(",")) for dtype, sizes in re.findall(r"(\w+)\[([\d,]+)\]", operands)]
+    *_, rows, columns = [int(n) for n in [sizes for dtype, sizes in given if dtype in ("bf16", "f32")][1]]
+    every = length * (rows if columns == width else columns)  # the keys' positions lie along one or the other
+    blocks = [sizes for dtype, sizes in given if dtype == "s8"]
     # positions are one array, s32[8192,128], blocks of a mask too; segments are two, and no mask
-    masks = sum(dtype == "s32" and "," in sizes for dtype, sizes in given)
+    masks = sum(dtype == "s32" and len(sizes) > 1 for dtype, sizes in given)
     if masks % 2 == 0 and all(len(sizes) > 1 for sizes in blocks):
-        return length**2
+        return every
     # jax's lists are (1, blocks of queries, blocks of keys), tokamax's have those to visit
     visited = blocks[0] if blocks else []
     queries, keys = (
@@ -137,7 +139,8 @@ def splash_scores(operation: Operation, phase: str, length: int) -> int:
         for axis in ("q", "kv")
     )
     block = queries or (length // int(visited[1]) if visited[1:] else 512)
-    scores = length * (length + block) // 2
+    # the diagonal of a square; queries that begin elsewhere than the keys may see all
+    scores = length * (length + max(block, keys)) // 2 if every == length**2 else every
     return min(scores, math.prod(map(int, visited[-2:])) * block * (keys or block)) if visited else scores
 
 

@@ -594,6 +594,7 @@ def kernels(*names: str, form: str = KERNEL) -> str:
 
 
 SPLASH = kernels(*(f"splash_mha_{kind}_block_q_512_x" for kind in ("fwd", "dkv", "dq")))
+LAST = "bf16[8,12,1024,64]{3,2,1,0}, s32"  # the keys, of which there may be more than queries
 MINOR = KERNEL.replace("1024,64]{{3", "64,1024]{{3")  # positions along the lanes
 # jax 0.10 and tokamax have the settings as JSON on lines of their own, and tokamax a list of the blocks to visit
 SAID = (
@@ -622,6 +623,11 @@ NEWER = "bf16[8,2,12,1024,64]{4,3,2,1,0}"  # jax 0.7.1's has a gradient of q for
         (FUSED, 5),
         (SPLASH.replace("_block_q_512_x", ""), 9),  # of how many blocks it is told
         (SPLASH.replace(", s32[1024,128]{1,0}", ""), 9 / 0.75),  # no mask
+        (SPLASH.replace(", s32[1024,128]{1,0}", ", s32[1024,128]{1,0}, s32[8,1024]{1,0}"), 9 / 0.75),  # segments alone
+        (SAID.replace("s32[1024,128]{1,0}", "s8[1,512,512]{2,1,0}"), 9),  # a mask that tokamax has as blocks
+        (SPLASH.replace(LAST, LAST.replace("1024", "4096")).replace("s8[1,2,2]", "s8[1,2,8]"), 9 * 4 / 0.75),
+        (SPLASH.replace("_512_x", "_512_block_kv_1024_x").replace("s8[1,2,2]", "s8[1,2,1]"), 9 / 0.75),
+        (SPLASH.replace("bf16[8,12,1024,64]{3,", "bf16[8,3,4,1024,64]{4,3,"), 9),  # two batch axes
         (kernels("causal_forward_3_blocks_of_512", "causal_backward_3_blocks_of_512", form=MINOR), 2 + 5),
     ],
 )

@@ -53,6 +53,7 @@ from tpu_compiler.estimate.calibration import CALIBRATION, Calibration, read_cal
 from tpu_compiler.estimate.report import Report, format_compilers, format_report, format_table
 from tpu_compiler.given import check_file, compile_file, take_flags
 from tpu_compiler.module.programs import HELP, compile_module, names_a_module, option_parser, parse_question
+from tpu_utils.base.errors import run_script
 from tpu_utils.base.hardware import parse_topology
 from tpu_utils.options.compiler_flags import parse_compiler_options
 from tpu_utils.options.fields import nearest
@@ -98,10 +99,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         found &= draw_reports(reports, arguments.picture, say)
     if arguments.json:
         print(json.dumps([dataclasses.asdict(r) for r in reports], indent=2))
+    elif len(reports) == 1 and not arguments.search:
+        print(format_report(reports[0]))
     elif reports and any(compiler for _, compiler in questions):
         print("\n\n".join(format_compilers([r for r in reports if r.topology == name]) for name in names))
     elif reports and not arguments.search:
-        print(format_report(reports[0]) if len(reports) == 1 else format_table(reports))
+        print(format_table(reports))
     return 0 if found and all(r.fits for r in reports) else 1
 
 
@@ -128,7 +131,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--compiler",
         choices=("installed", "newest", "newest_alone"),
         default="installed",
-        help="newest: that of requirements-newest-compiler.txt too, whose environment is made the first time",
+        help="newest: that of requirements-newest-compiler.txt too, whose environment is made the first time; "
+        "newest_alone: that one only",
     )
     parser.add_argument("--compiler_dir", metavar="DIR", help="environment of the newest compiler; default: a cache")
     parser.add_argument(
@@ -219,7 +223,14 @@ def check_target(arguments: argparse.Namespace, options: list[str], sides: tuple
         asked = "--fit" if arguments.fit else "--search" if arguments.search else "--diff"
         kind = f"{arguments.hlo} is a program" if arguments.hlo else f"{arguments.script} is a module"
         raise ValueError(f"{asked} is for scripts, and {kind}; change its options")
+    if is_no_script(arguments) and arguments.batch_per_device:
+        raise ValueError("--batch_per_device sets an option of a script; expected a script; leave it out")
     if arguments.hlo:
+        if arguments.tokens or arguments.price:
+            named = "--tokens" if arguments.tokens else "--price"
+            raise ValueError(
+                f"{named} has no effect with --hlo: a program does not say what a step has seen; leave it out"
+            )
         parse_compiler_options(arguments.compiler_options)
         check_file(Path(arguments.hlo))
 
@@ -296,4 +307,4 @@ def with_batch(options: Sequence[str], topology: str, per_device: int | None) ->
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main, answers=True))

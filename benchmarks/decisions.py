@@ -317,6 +317,12 @@ def is_held_out(decision_id: str) -> bool:
     return hashlib.sha256(decision_id.encode()).digest()[0] % 3 == 0
 
 
+def is_code_known(row: dict) -> bool:
+    """Whether the code of both runs is published, and known to be what ran: not matched to an image by its date."""
+    unknown = ("code is not published", "code is matched by date")
+    return not any(words in read_runs()[row[f"setting_{name}"]].differs for name in "ab" for words in unknown)
+
+
 SIGNS = ("right sign", "of", "right sign, strong", "of", "right choice, strong")
 SCORES = ("decisions", *SIGNS, "right fits", "of", "median points apart")
 
@@ -389,6 +395,9 @@ def tell(decisions: Sequence[Decision], known: dict[tuple[str, str, str], Answer
     scores = [["kind", *SCORES], *scores, ["all", *score(rows)]]
     for name, held_out in (("used", False), ("held out", True)):
         scores.append([name, *score([row for row in rows if is_held_out(row["id"]) == held_out])])
+    if given.programs:
+        for name, is_known in (("code known", True), ("code not known", False)):
+            scores.append([name, *score([row for row in rows if is_code_known(row) == is_known])])
     print(as_csv(scores), end="")
     if len(rows) < len(decisions):
         print(f"not asked yet: {len(decisions) - len(rows)} of {len(decisions)} decisions", file=sys.stderr)

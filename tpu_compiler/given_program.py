@@ -21,7 +21,7 @@ from tpu_compiler.compile.traced import Traced
 from tpu_compiler.given import EXPECTED
 from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.base.files import open_regular
-from tpu_utils.options.compiler_flags import VARIABLE, parse_compiler_options, set_flags
+from tpu_utils.options.compiler_flags import NO_WINDOWED_EINSUM, VARIABLE, parse_compiler_options, set_flags
 from tpu_utils.options.variables import check_known
 from tpu_utils.options.virtual_slice import COMPILER_VARIABLE, traceable_topology
 
@@ -46,21 +46,24 @@ def main() -> int:
     notes = [f"{sum(traced.donated)} of {len(traced.donated)} inputs are overwritten (donated)"]
     if traced.partitions > 1:
         notes.append(f"sharded by {'Shardy' if traced.shardy else 'GSPMD'} over {traced.partitions} devices")
+        (option,) = NO_WINDOWED_EINSUM
+        if option not in os.environ.get(VARIABLE, ""):
+            notes.append(f"collective matmul as libtpu chooses; {option}={NO_WINDOWED_EINSUM[option]} is without")
     settings = {"hlo": given.hlo, "compiler_options": os.environ.get(VARIABLE, "").strip()}
     result, text = ask_compiler(traced, topology, settings=settings, cache=cache_of_environment())
     return hand_over(traced, dataclasses.replace(result, notes=notes), text)
 
 
 def check_flags() -> None:
-    """Raises InputError for what libtpu would pass over, or end the process at; a newer one may know more of them."""
+    """Raises InputError for what libtpu would pass over, or end the process at."""
     names = {}
     for word in os.environ.get(VARIABLE, "").split():
         flag = re.fullmatch(r"--(\w+)(?:=(\S*))?", word)
         if not flag or ",--" in word:
             raise InputError(f"{VARIABLE} has {word:.60}; expected --NAME=VALUE, several separated by spaces")
         names[flag[1]] = flag[2] or ""
-    if not os.environ.get(COMPILER_VARIABLE):
-        check_known(names)
+    newest = os.environ.get(COMPILER_VARIABLE)
+    check_known(names, next(Path(newest).glob("lib/*/site-packages/libtpu/libtpu.so"), None) if newest else None)
 
 
 def read_program(path: Path) -> Traced:

@@ -128,6 +128,8 @@ def test_the_tables_of_the_programs_are_of_the_kept_answers():
     assert not [r["id"] for r in wrong if not r["reason"]]
     tables = {row[0]: row[1:] for row in csv.reader((TABLES / "decisions_programs_scores.csv").open())}
     assert tables["all"] == decisions.score(rows)
+    known = [r for r in rows if decisions.is_code_known(r)]
+    assert tables["code known"] == decisions.score(known) and 60 < len(known) < len(rows)
     names = [
         (r[f"setting_{n}"], r[f"fits_{n}"], r[f"fits_{n}_predicted"]) for r in rows for n in "ab" if r[f"fits_{n}"]
     ]

@@ -147,7 +147,7 @@ def progress(doing: str):
             print(f"{doing}: {expected}", file=sys.stderr, flush=True)
         while not done.wait(wait):
             wait *= 1 if terminal else 2
-            line = f"{doing}: {time.monotonic() - start:.0f} s, {host_peak_gib():.1f} GiB of host memory"
+            line = f"{doing}: {time.monotonic() - start:.0f} s"
             print(f"\r{line}" if terminal else line, end="" if terminal else "\n", file=sys.stderr, flush=True)
         if terminal:
             print("\r" + " " * 79 + "\r", end="", file=sys.stderr, flush=True)

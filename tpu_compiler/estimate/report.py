@@ -193,12 +193,15 @@ def format_report(r: Report) -> str:
         rows += roofline_rows(r)
     rows += [("left out", left_out_text(r))] if r.left_out else []
     rows += titled_rows("chosen", r.notes)
-    doing = "plan" if r.reason == PLANNED else "compile"
-    took = f"{r.trace_seconds:.1f} s to trace, {r.compile_seconds:.1f} s to {doing}{' (kept from then)' * r.from_cache}"
-    rows.append(("took", f"{took}, {r.host_peak_gib:.1f} GiB of host memory"))
+    rows.append(("took", f"{r.trace_seconds:.1f} s to trace, {took_text(r)}, {r.host_peak_gib:.1f} GiB of host memory"))
     rows.append(("versions", ", ".join(f"{name} {version}" for name, version in r.versions.items())))
     head = f"{r.topology}: {verdict} ({r.program}{f', {r.level}' if r.level else ''})"
     return "\n".join([head, *(f"  {name:<18} {text}" for name, text in rows)])
+
+
+def took_text(r: Report) -> str:
+    doing = "plan" if r.reason == PLANNED else "compile"
+    return f"{r.compile_seconds:.1f} s to {doing}{' (kept from then)' * r.from_cache}"
 
 
 def titled_rows(name: str, texts: Sequence[str]) -> Rows:
@@ -242,6 +245,7 @@ def roofline_rows(r: Report) -> Rows:
         *whole_step_rows(r),
         ("step by roofline", f"{step_text(r)} ({ROOFLINE})"),
         ("accuracy", plan_error(r)),
+        *cost_rows(r),
     ]
 
 
@@ -332,16 +336,22 @@ def source_rows(r: Report) -> Rows:
     rows = [("without estimate", f"{count} operations{': ' + kinds if kinds else ''}")]
     if r.ruled_ms >= 0.001:
         rows.append(("", f"{r.ruled_ms:.3f} ms, {RULE}"))
-    groups = [(f"{name} ({count} modules)" if count > 1 else name, ms) for name, count, ms in r.module_groups]
-    titles = (("kinds", r.costliest_operations), ("lines", r.costliest_lines), ("modules", groups))
-    for title, costs in ((f"costliest {kind}", costs) for kind, costs in titles):
-        rows += titled_rows(title, [f"{ms:9.3f} ms  {ms / r.predicted_ms:5.1%}  {name}" for name, ms in costs])
     large = [
         f"{size / 1e6:9.1f} MB  {kind}, {line}{f', {module}' if module else ''}"
         for size, kind, line, module in r.largest_results
         if size >= 1e6
     ]
-    return rows + titled_rows("largest results", large[:5])
+    return rows + cost_rows(r) + titled_rows("largest results", large[:5])
+
+
+def cost_rows(r: Report) -> Rows:
+    """Kinds of operation, source lines and modules that take longest."""
+    rows = []
+    groups = [(f"{name} ({count} modules)" if count > 1 else name, ms) for name, count, ms in r.module_groups]
+    titles = (("kinds", r.costliest_operations), ("lines", r.costliest_lines), ("modules", groups))
+    for title, costs in ((f"costliest {kind}", costs) for kind, costs in titles):
+        rows += titled_rows(title, [f"{ms:9.3f} ms  {ms / r.predicted_ms:5.1%}  {name}" for name, ms in costs])
+    return rows
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -432,7 +442,7 @@ def format_compilers(reports: Sequence[Report]) -> str:
         ("no estimate", lambda r: str(sum(r.operations_without_estimate.values()))),
         ("collectives", lambda r: kinds_text(r.collectives) or "none"),
         ("between slices", lambda r: kinds_text(r.slice_transfers) or "none"),
-        ("plan s" if all(r.reason == PLANNED for r in reports) else "compile s", lambda r: f"{r.compile_seconds:.0f}"),
+        ("took", took_text),
     ):
         rows += [[name, *(text(r) if r.predicted_ms else "-" for r in reports)]]
     said = [f"{r.level}: {note}" if levels else note for r in reports for note in r.notes]

@@ -1,6 +1,7 @@
 """aot_tpu.py --hlo: programs that jax wrote (tests/jax_program.py), held against what jax says of them itself."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -18,7 +19,8 @@ import aot_tpu
 from tpu_compiler import given
 from tpu_compiler.decide import search
 from tpu_compiler.estimate.report import GIVEN_PLAN_ERROR, Report
-from tpu_compiler.given_program import read_program
+from tpu_compiler.given_program import check_flags, read_program
+from tpu_utils.base.errors import InputError
 from tpu_utils.base.hardware import GIB
 
 FORMS = ("shardy.mlir", "shardy.txt", "exported.bin", "portable.bytecode", "gspmd.mlir")
@@ -136,7 +138,8 @@ def test_the_flags_of_libtpu_are_said_and_none_is_passed_over(programs, capfd, m
     assert aot_tpu.main([*question, "--compiler_options", "--xla_enable_async_all_gather=true"]) == 0
     said = capfd.readouterr().out
     assert "--xla_tpu_scoped_vmem_limit_kib=65536 --xla_enable_async_all_gather=true" in said
-    assert GIVEN_PLAN_ERROR in said
+    assert GIVEN_PLAN_ERROR in said and "costliest kinds" in said and "costliest lines" in said
+    assert "collective matmul as libtpu chooses; xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000 is with" in said
     for flags in ("flags.txt", "xla_enable_async_all_gather=true", "--xla_enable_async_all_gather=true,--xla_b=1"):
         monkeypatch.setenv("LIBTPU_INIT_ARGS", flags)
         assert aot_tpu.main(question) == 2
@@ -144,6 +147,27 @@ def test_the_flags_of_libtpu_are_said_and_none_is_passed_over(programs, capfd, m
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kb=1")
     assert aot_tpu.main(question) == 2
     assert "did you mean xla_tpu_scoped_vmem_limit_kib?" in capfd.readouterr().err
+
+
+def test_flags_of_a_newer_compiler_are_those_that_it_has(monkeypatch, tmp_path):
+    """A mistyped one ended its process, and the answer with exit code 1."""
+    library = tmp_path / "lib" / "python3.11" / "site-packages" / "libtpu" / "libtpu.so"
+    library.parent.mkdir(parents=True)
+    library.write_bytes(b"\0xla_of_a_newer_one\0")
+    monkeypatch.setenv("AOT_TPU_COMPILER", str(tmp_path))
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_of_a_newer_one=1")
+    check_flags()
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_of_a_newer_on=1")
+    with pytest.raises(InputError, match=r"does not have.*did you mean xla_of_a_newer_one\?"):
+        check_flags()
+
+
+def test_a_reader_that_has_enough_is_no_error():
+    reader, output = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "aot_tpu.py", "--help"], cwd=ROOT, stdout=output, stderr=subprocess.PIPE)
+    os.close(output)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_wrong_usage(programs, capsys, monkeypatch):
@@ -154,6 +178,9 @@ def test_wrong_usage(programs, capsys, monkeypatch):
         (["--plam"], "--plam beside it has no effect; did you mean --plan?"),
         (["--compiler_options", "xla"], "compiler_options has 'xla'; expected NAME=VALUE"),
         (["simple_mnist_tpu.py"], "beside it has no effect"),
+        (["--tokens", "1e9"], "--tokens has no effect with --hlo"),
+        (["--price", "v6e=2.7"], "--price has no effect with --hlo"),
+        (["--batch_per_device", "8"], "--batch_per_device sets an option of a script"),
     ):
         assert aot_tpu.main([*more, "--hlo", path, "--topology", "v6e-8"]) == 2
         assert words in capsys.readouterr().err

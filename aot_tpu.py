@@ -223,8 +223,9 @@ def check_target(arguments: argparse.Namespace, options: list[str], sides: tuple
         asked = "--fit" if arguments.fit else "--search" if arguments.search else "--diff"
         kind = f"{arguments.hlo} is a program" if arguments.hlo else f"{arguments.script} is a module"
         raise ValueError(f"{asked} is for scripts, and {kind}; change its options")
-    if is_no_script(arguments) and arguments.batch_per_device:
-        raise ValueError("--batch_per_device sets an option of a script; expected a script; leave it out")
+    one_setting = not (is_no_script(arguments) or sides or arguments.search or arguments.fit)
+    if arguments.batch_per_device is not None and not one_setting:
+        raise ValueError("--batch_per_device is for a script at one setting; give its --global_batch_size instead")
     if arguments.hlo:
         if arguments.tokens or arguments.price:
             named = "--tokens" if arguments.tokens else "--price"

@@ -180,7 +180,7 @@ def test_wrong_usage(programs, capsys, monkeypatch):
         (["simple_mnist_tpu.py"], "beside it has no effect"),
         (["--tokens", "1e9"], "--tokens has no effect with --hlo"),
         (["--price", "v6e=2.7"], "--price has no effect with --hlo"),
-        (["--batch_per_device", "8"], "--batch_per_device sets an option of a script"),
+        (["--batch_per_device", "8"], "--batch_per_device is for a script at one setting"),
     ):
         assert aot_tpu.main([*more, "--hlo", path, "--topology", "v6e-8"]) == 2
         assert words in capsys.readouterr().err

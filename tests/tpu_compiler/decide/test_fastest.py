@@ -556,6 +556,7 @@ def test_the_cheapest_slice_comes_first():
         (["--picture", "a.gif"], "expected the name of a PNG file"),
         (["--picture", "absent/a.png"], "there is no folder"),
         (["--batch_per_device=0"], "--batch_per_device is 0; expected 1 or more"),
+        (["--batch_per_device=8", "--fit=num_layers"], "--batch_per_device is for a script at one setting"),
         (["--plan", "--picture=x.png"], "--plan does not compile, and --picture needs a compiled program"),
         (["--plan", "--diff", "--a", "--b"], "--plan does not compile, and --diff needs a compiled program"),
         (["--compiler_dir=x"], "no effect without --compiler newest"),

@@ -65,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags, argv = take_flags(argv)
     arguments, options = make_parser().parse_known_args([word for word in argv if word != "--"])
     arguments.compiler_options = flags
+    arguments.topology = ",".join(dict.fromkeys(name.strip() for name in arguments.topology.split(",")))
     say = partial(print, file=sys.stderr if arguments.json else sys.stdout, flush=True)
     reports, found = [], True
     try:
@@ -169,8 +170,9 @@ def check_command(
 
     The folder of the installed compiler is "". Raises ValueError, RuntimeError or OSError for what is wrong already.
     """
-    if arguments.only and not arguments.search:
-        raise ValueError("--only has no effect without --search")
+    for name in ("only", "vary_batch"):
+        if getattr(arguments, name) and not arguments.search:
+            raise ValueError(f"--{name} has no effect without --search")
     if arguments.picture:
         check_picture(Path(arguments.picture))
     if bool(sides) + arguments.search + bool(arguments.fit) > 1:
@@ -214,11 +216,10 @@ def check_target(arguments: argparse.Namespace, options: list[str], sides: tuple
     if not arguments.script and not arguments.hlo:
         raise ValueError("nothing to ask about; expected a training script, a module, or --hlo FILE")
     if arguments.hlo and (arguments.script or options):
-        found = " ".join([arguments.script or "", *options]).strip()
-        meant = nearest(found.partition("=")[0], [f"--{name}" for name in vars(arguments)])
-        raise ValueError(
-            f"--hlo {arguments.hlo} is a whole program; {found} beside it has no effect{meant or '; leave one out'}"
-        )
+        words = [*options, *filter(None, [arguments.script])]  # argparse takes an unknown option's value for a script
+        meant = nearest(words[0].partition("=")[0], [f"--{name}" for name in vars(arguments)])
+        found = f"{' '.join(words)} beside it has no effect{meant or '; leave one out'}"
+        raise ValueError(f"--hlo {arguments.hlo} is a whole program; {found}")
     if is_no_script(arguments) and (sides or arguments.search or arguments.fit):
         asked = "--fit" if arguments.fit else "--search" if arguments.search else "--diff"
         kind = f"{arguments.hlo} is a program" if arguments.hlo else f"{arguments.script} is a module"

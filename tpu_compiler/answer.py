@@ -30,7 +30,7 @@ from tpu_compiler.compile.traced import Traced
 from tpu_compiler.decide.search import OUTPUT_VARIABLE
 from tpu_compiler.estimate import reading
 from tpu_compiler.estimate.plan_prices import link_share, with_prices
-from tpu_compiler.estimate.report import PLANNED, Report
+from tpu_compiler.estimate.report import PLANNED, ROOFLINE, Report
 from tpu_compiler.estimate.rules import left_out, moved_bytes, ruled_ms
 from tpu_compiler.estimate.schedule import LinkShare, all_links, exposed_ms, read_host_transfers, seconds_on_links
 from tpu_utils.base.errors import InputError
@@ -73,9 +73,9 @@ def ask_compiler(
     facts |= dict(limit_bytes=int(topology.hardware.limit_gib * GIB), settings=settings, versions=versions)
     facts |= dict(trace_seconds=traced.seconds, traced=traced_hash(traced, topology))
     name = f"program_{program_key(traced, topology, versions)}" if cache else ""
-    compiled = cache.read(name, Compiled) if cache else None
+    planned = bool(os.environ.get(PLAN_VARIABLE))  # then a kept compile does not count: plans are held against plans
+    compiled = cache.read(name, Compiled) if cache and not planned else None
     facts["from_cache"] = compiled is not None
-    planned = compiled is None and bool(os.environ.get(PLAN_VARIABLE))
     if compiled is None and not planned and (expected := expected_time(settings)):
         print(f"{expected} for {topology.name}", file=sys.stderr, flush=True)
     try:
@@ -92,7 +92,8 @@ def ask_compiler(
         compiled = dataclasses.replace(compiled, text=with_prices(compiled.text, topology))
     result = _accepted(compiled, traced, topology, facts, examples, link_share if planned else all_links)
     if planned:
-        return dataclasses.replace(result, compiles=False, fits=not result.over_bytes, reason=PLANNED), ""
+        said = dict(reason=PLANNED, estimate_label=ROOFLINE, communication_label=ROOFLINE)
+        return dataclasses.replace(result, compiles=False, fits=not result.over_bytes, **said), ""
     if result.over_bytes:  # libtpu 0.0.21 leaves the arguments out of its own check
         result = dataclasses.replace(result, fits=False, reason=f"needs {result.memory_text}")
     return result, compiled.text

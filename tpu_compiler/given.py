@@ -35,14 +35,16 @@ def take_flags(words: list[str]) -> tuple[str, list[str]]:
     """(the compiler's options, NAME=VALUE ...; the other words) of a command line with --hlo."""
     if not any(word.partition("=")[0] == "--hlo" for word in words):
         return "", words
-    for at, word in enumerate(words[:-1]):
-        if word == "--compiler_options":  # its value may begin with dashes
-            words = [*words[:at], f"{word}={words[at + 1]}", *words[at + 2 :]]
-            break
+    joined = []
+    for word in words:
+        if joined[-1:] == ["--compiler_options"]:  # its value may begin with dashes
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--compiler_options", default="")
-    found, others = parser.parse_known_args(words)
-    return found.compiler_options, others
+    parser.add_argument("--compiler_options", action="append", default=[])
+    found, others = parser.parse_known_args(joined)
+    return " ".join(found.compiler_options), others
 
 
 def compile_file(path: str, topology: str, program_dir: str | None, flags: str) -> Report:

@@ -25,6 +25,8 @@ CODE_BYTES = {False: 100_000, True: 200_000}
 """Machine code of a fusion or kernel, by whether a flag gives it more on-chip memory, of which it makes larger tiles:
 steps of Llama 3 8B, compiled whole by libtpu 0.0.21, had 82,000 without, 140,000 with 64 MiB, and 206,000 and 258,000
 with 96."""
+DEFAULT_KIB = 32_768
+"""At this limit of on-chip memory and below, libtpu 0.0.21 plans for v6e as without the flag."""
 
 
 def plan_program(python: Path, traced: Traced, topology: Topology) -> tuple[dict[str, Any], str]:
@@ -39,7 +41,8 @@ def plan_program(python: Path, traced: Traced, topology: Topology) -> tuple[dict
         text = plan.with_name(plan.name.replace(PLAN, ".after_optimizations.txt")).read_text()
         numbers = allocated_bytes(plan.read_text())
         kernels = len(re.findall(r"^ +(?:ROOT )?%?[\w.\-]+ = .*? (?:fusion|custom-call)\(", text, re.M))
-        has_more = "xla_tpu_scoped_vmem_limit_kib=" in os.environ.get(VARIABLE, "")
+        limit = re.search(r"xla_tpu_scoped_vmem_limit_kib=(\d+)", os.environ.get(VARIABLE, ""))
+        has_more = bool(limit) and int(limit[1]) > DEFAULT_KIB
         program = kernels * CODE_BYTES[has_more]
         numbers |= dict(program_bytes=program, flops=0.0, seconds=time.monotonic() - start)
         return numbers, text

@@ -85,8 +85,9 @@ def compile_script(
     has no program text; the compile itself may still come from the cache. planned: not compiled, in seconds. afresh:
     not from the cache. Raises OutOfTimeError when it takes more than so many seconds."""
     cache = cache_of_environment()
-    planned |= bool(os.environ.get(PLAN_VARIABLE))
-    key = question_key(script, topology, options) if cache and not program_dir and not afresh else None
+    only_plans = bool(os.environ.get(PLAN_VARIABLE))
+    planned |= only_plans
+    key = question_key(script, topology, options) if cache and not (program_dir or afresh or only_plans) else None
     kept = cache.read(key, Answer) if key else None
     if kept and all(state_of(text) == state for text, state in kept.watched.items()):
         if kept.report:

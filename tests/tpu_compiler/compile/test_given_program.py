@@ -18,7 +18,7 @@ from processes import ROOT, run
 import aot_tpu
 from tpu_compiler import given
 from tpu_compiler.decide import search
-from tpu_compiler.estimate.report import GIVEN_PLAN_ERROR, Report
+from tpu_compiler.estimate.report import GIVEN_PLAN_ERROR, PLANNED, ROOFLINE, Report
 from tpu_compiler.given_program import check_flags, read_program
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.hardware import GIB
@@ -70,6 +70,9 @@ def test_memory_is_what_jax_says_itself(programs, forked, monkeypatch, capsys, t
         assert any(line.startswith("jax_program.py:") for line, _ in r.costliest_lines), r.costliest_lines
     assert aot_tpu.main(question) == 0  # what is kept of the compile, for people
     said = capsys.readouterr().out
+    assert aot_tpu.main([*question, "--plan", "--json"]) == 0  # plans are held against plans
+    plan = Report(**json.loads(capsys.readouterr().out)[0])
+    assert plan.reason == PLANNED and not plan.from_cache and plan.estimate_label == ROOFLINE
     for words in ("compiles and fits (SPMD over 8 devices)", "predicted step", "costliest kinds"):
         assert words in said
     assert f"sharded by {partitioner}" in said
@@ -140,6 +143,8 @@ def test_the_flags_of_libtpu_are_said_and_none_is_passed_over(programs, capfd, m
     assert "--xla_tpu_scoped_vmem_limit_kib=65536 --xla_enable_async_all_gather=true" in said
     assert GIVEN_PLAN_ERROR in said and "costliest kinds" in said and "costliest lines" in said
     assert "collective matmul as libtpu chooses; xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000 is with" in said
+    both = ["--compiler_options", "--xla_enable_async_all_gather=true", "--compiler_options=xla_tpu_enable_x=1"]
+    assert given.take_flags([*question, *both]) == (f"{both[1]} xla_tpu_enable_x=1", question)
     for flags in ("flags.txt", "xla_enable_async_all_gather=true", "--xla_enable_async_all_gather=true,--xla_b=1"):
         monkeypatch.setenv("LIBTPU_INIT_ARGS", flags)
         assert aot_tpu.main(question) == 2
@@ -174,7 +179,12 @@ def test_wrong_usage(programs, capsys, monkeypatch):
     path = str(programs / "shardy.mlir")
     for more, words in (
         (["--fit", "batch"], "--fit is for scripts"),
-        (["--mesh", "1x8x1"], "beside it has no effect; leave one out"),
+        (["--mesh", "1x8x1"], "--mesh 1x8x1 beside it has no effect"),
+        (
+            ["--compiler_option", "xla_a=1"],
+            "--compiler_option xla_a=1 beside it has no effect; did you mean --",
+        ),
+        (["--vary_batch"], "--vary_batch has no effect without --search"),
         (["--plam"], "--plam beside it has no effect; did you mean --plan?"),
         (["--compiler_options", "xla"], "compiler_options has 'xla'; expected NAME=VALUE"),
         (["simple_mnist_tpu.py"], "beside it has no effect"),

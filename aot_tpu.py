@@ -224,15 +224,13 @@ def check_target(arguments: argparse.Namespace, options: list[str], sides: tuple
         asked = "--fit" if arguments.fit else "--search" if arguments.search else "--diff"
         kind = f"{arguments.hlo} is a program" if arguments.hlo else f"{arguments.script} is a module"
         raise ValueError(f"{asked} is for scripts, and {kind}; change its options")
-    one_setting = not (is_no_script(arguments) or sides or arguments.search or arguments.fit)
-    if arguments.batch_per_device is not None and not one_setting:
-        raise ValueError("--batch_per_device is for a script at one setting; give its --global_batch_size instead")
+    several = sides or arguments.search or arguments.fit
+    if arguments.batch_per_device is not None and (several or is_no_script(arguments)):
+        raise ValueError("--batch_per_device is for a script at one setting; leave it out")
     if arguments.hlo:
         if arguments.tokens or arguments.price:
             named = "--tokens" if arguments.tokens else "--price"
-            raise ValueError(
-                f"{named} has no effect with --hlo: a program does not say what a step has seen; leave it out"
-            )
+            raise ValueError(f"{named} has no effect with --hlo, which does not say a step's tokens; leave it out")
         parse_compiler_options(arguments.compiler_options)
         check_file(Path(arguments.hlo))
 

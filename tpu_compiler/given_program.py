@@ -21,7 +21,13 @@ from tpu_compiler.compile.traced import Traced
 from tpu_compiler.given import EXPECTED
 from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.base.files import open_regular
-from tpu_utils.options.compiler_flags import NO_WINDOWED_EINSUM, VARIABLE, parse_compiler_options, set_flags
+from tpu_utils.options.compiler_flags import (
+    NO_WINDOWED_EINSUM,
+    VARIABLE,
+    flags_in_use,
+    parse_compiler_options,
+    set_flags,
+)
 from tpu_utils.options.variables import check_known
 from tpu_utils.options.virtual_slice import COMPILER_VARIABLE, traceable_topology
 
@@ -46,9 +52,9 @@ def main() -> int:
     notes = [f"{sum(traced.donated)} of {len(traced.donated)} inputs are overwritten (donated)"]
     if traced.partitions > 1:
         notes.append(f"sharded by {'Shardy' if traced.shardy else 'GSPMD'} over {traced.partitions} devices")
-        (option,) = NO_WINDOWED_EINSUM
-        if option not in os.environ.get(VARIABLE, ""):
-            notes.append(f"collective matmul as libtpu chooses; {option}={NO_WINDOWED_EINSUM[option]} is without")
+        if not flags_in_use(NO_WINDOWED_EINSUM):
+            ((name, value),) = NO_WINDOWED_EINSUM.items()
+            notes.append(f"libtpu chooses where collective matmul is; --compiler_options {name}={value} is for nowhere")
     settings = {"hlo": given.hlo, "compiler_options": os.environ.get(VARIABLE, "").strip()}
     result, text = ask_compiler(traced, topology, settings=settings, cache=cache_of_environment())
     return hand_over(traced, dataclasses.replace(result, notes=notes), text)

@@ -82,8 +82,9 @@ def compile_script(
     afresh: bool = False,
 ) -> Report:
     """compile_afresh(), or its report from the cache. With program_dir the script traces again, because a cached report
-    has no program text; the compile itself may still come from the cache. planned: not compiled, in seconds. afresh:
-    not from the cache. Raises OutOfTimeError when it takes more than so many seconds."""
+    has no program text; the compile itself may still come from the cache. planned: not compiled, in seconds, unless a
+    compile is kept; a command that only plans (--plan) takes none. afresh: not from the cache. Raises OutOfTimeError
+    when it takes more than so many seconds."""
     cache = cache_of_environment()
     only_plans = bool(os.environ.get(PLAN_VARIABLE))
     planned |= only_plans

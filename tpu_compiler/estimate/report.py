@@ -244,6 +244,7 @@ def roofline_rows(r: Report) -> Rows:
     return [
         *whole_step_rows(r),
         ("step by roofline", f"{step_text(r)} ({ROOFLINE})"),
+        ("", f"of it {r.ruled_ms:.3f} ms, {RULE}"),
         ("accuracy", plan_error(r)),
         *cost_rows(r),
     ]

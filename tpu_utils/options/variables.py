@@ -130,9 +130,9 @@ def refusal_of_xla(flags: str) -> str:
 def check_known(options: Mapping[str, str], library: Path | None = None) -> None:
     """Raises InputError for options that libtpu does not have; they would end the process when it is loaded. library:
     its file, by default the installed one's."""
-    spec = find_spec("libtpu")
-    installed = Path(os.environ.get("TPU_LIBRARY_PATH") or (Path(spec.origin).parent / "libtpu.so" if spec else ""))
-    library = library or installed
+    if library is None:
+        spec = find_spec("libtpu")
+        library = Path(os.environ.get("TPU_LIBRARY_PATH") or (Path(spec.origin).parent / "libtpu.so" if spec else ""))
     if not options or not library.is_file():
         return
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:

@@ -22,6 +22,7 @@ from tpu_compiler.estimate.report import GIVEN_PLAN_ERROR, PLANNED, ROOFLINE, Re
 from tpu_compiler.given_program import check_flags, read_program
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.hardware import GIB
+from tpu_utils.options.virtual_slice import COMPILER_VARIABLE
 
 FORMS = ("shardy.mlir", "shardy.txt", "exported.bin", "portable.bytecode", "gspmd.mlir")
 
@@ -142,7 +143,7 @@ def test_the_flags_of_libtpu_are_said_and_none_is_passed_over(programs, capfd, m
     said = capfd.readouterr().out
     assert "--xla_tpu_scoped_vmem_limit_kib=65536 --xla_enable_async_all_gather=true" in said
     assert GIVEN_PLAN_ERROR in said and "costliest kinds" in said and "costliest lines" in said
-    assert "collective matmul as libtpu chooses; xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000 is with" in said
+    assert "--compiler_options xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000 is for nowhere" in said
     both = ["--compiler_options", "--xla_enable_async_all_gather=true", "--compiler_options=xla_tpu_enable_x=1"]
     assert given.take_flags([*question, *both]) == (f"{both[1]} xla_tpu_enable_x=1", question)
     for flags in ("flags.txt", "xla_enable_async_all_gather=true", "--xla_enable_async_all_gather=true,--xla_b=1"):
@@ -159,7 +160,7 @@ def test_flags_of_a_newer_compiler_are_those_that_it_has(monkeypatch, tmp_path):
     library = tmp_path / "lib" / "python3.11" / "site-packages" / "libtpu" / "libtpu.so"
     library.parent.mkdir(parents=True)
     library.write_bytes(b"\0xla_of_a_newer_one\0")
-    monkeypatch.setenv("AOT_TPU_COMPILER", str(tmp_path))
+    monkeypatch.setenv(COMPILER_VARIABLE, str(tmp_path))
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_of_a_newer_one=1")
     check_flags()
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_of_a_newer_on=1")
@@ -182,7 +183,7 @@ def test_wrong_usage(programs, capsys, monkeypatch):
         (["--mesh", "1x8x1"], "--mesh 1x8x1 beside it has no effect"),
         (
             ["--compiler_option", "xla_a=1"],
-            "--compiler_option xla_a=1 beside it has no effect; did you mean --",
+            "--compiler_option xla_a=1 beside it has no effect; did you mean --compiler_options?",
         ),
         (["--vary_batch"], "--vary_batch has no effect without --search"),
         (["--plam"], "--plam beside it has no effect; did you mean --plan?"),

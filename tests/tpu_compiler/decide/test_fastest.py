@@ -22,6 +22,7 @@ from tpu_compiler.answer import RESERVE, read_memory
 from tpu_compiler.compile import cache, newest
 from tpu_compiler.compile.cache import Cache
 from tpu_compiler.compile.compiling import Compiled
+from tpu_compiler.compile.planned import PLAN_VARIABLE, has_more_memory
 from tpu_compiler.decide import difference, fastest, search, verdict
 from tpu_compiler.decide.fastest import Search, ms_per_example, step_ms
 from tpu_compiler.decide.roofline import bounds, draw, efficiencies
@@ -245,6 +246,20 @@ def test_the_same_question_runs_the_script_once(asked, tmp_path):
     for path in (tmp_path / "cache").iterdir():
         path.write_bytes(entry.read_bytes()[:100])
     assert not ask("--a=1").from_cache
+
+
+def test_plans_are_held_against_plans(asked, monkeypatch):
+    """A search by plan took a kept compile for one of its steps, and chose by it."""
+    ask = lambda **more: search.compile_script(str(TINY), "v5litepod-8", ["--a=1"], **more)  # noqa: E731
+    ask()
+    assert ask(planned=True).from_cache and len(asked) == 1
+    monkeypatch.setenv(PLAN_VARIABLE, "1")
+    assert not ask().from_cache and len(asked) == 2
+
+
+@pytest.mark.parametrize("limit, more", [("", False), ("16384", False), ("32768", False), ("65536", True)])
+def test_more_on_chip_memory_than_a_kernel_has_by_itself(limit, more):
+    assert has_more_memory(f"--xla_b=1 --xla_tpu_scoped_vmem_limit_kib={limit}" if limit else "--xla_b=1") == more
 
 
 def test_what_was_stopped_is_not_tried_again_in_as_little_time(asked):

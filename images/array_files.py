@@ -21,6 +21,8 @@ def load_arrays(name: str, data_dir: str | Path) -> ImageDataset:
         open_regular(path, expected).close()
         try:
             arrays.append(np.lib.format.open_memmap(path, mode="r"))
+            if (more := path.stat().st_size - arrays[-1].offset - arrays[-1].nbytes) > 0:
+                raise ValueError(f"{more} bytes stand behind its array")
         except Exception as error:  # whatever numpy's parser of headers raises
             raise InputError(f"{path} cannot be read: {first_line(error)}; expected {expected}") from error
     return ImageDataset(name, *arrays)

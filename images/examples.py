@@ -97,10 +97,8 @@ class ExampleDataset:
         )
 
     def fingerprint(self) -> int:
-        """CRC-32 of the number of training examples and of SAMPLES of them, evenly spaced."""
-        places = np.unique(np.linspace(0, len(self.train) - 1, SAMPLES).astype(int))
-        content = [zlib.crc32(np.ascontiguousarray(part)) for i in places for part in self.train.alone([(i, i)])]
-        return zlib.crc32(np.array([len(self.train), *content], np.uint64))
+        """CRC-32 of the number of training examples and of SAMPLES of them, evenly spaced; above it of the test set."""
+        return self.test.fingerprint() << 32 | self.train.fingerprint()
 
     def first(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """The first training examples, as a batch has them."""
@@ -170,6 +168,11 @@ class Examples(torch.utils.data.Dataset):
         random.seed(seed)
         image, label = self._read(self._examples[index])
         return index, np.asarray(image), np.asarray(label)
+
+    def fingerprint(self) -> int:
+        places = np.unique(np.linspace(0, len(self) - 1, SAMPLES).astype(int))
+        content = [zlib.crc32(np.ascontiguousarray(part)) for i in places for part in self.alone([(i, i)])]
+        return zlib.crc32(np.array([len(self), *content], np.uint64))
 
     def alone(self, keys: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
         """Read in this process, whose generators are restored afterwards."""

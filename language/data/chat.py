@@ -428,4 +428,5 @@ def load(config: TransformerConfig, process_index: int = 0, process_count: int =
         f"{(train.tokens >= 0).mean():.1%} of them targets; {truncated + truncated_validation} truncated"
     )
     batches = min(config.eval_batches, validation.batches_per_epoch)
-    return SequenceData(config, train, validation, batches, description, zlib.crc32(train.tokens.tobytes()))
+    crc32 = zlib.crc32(validation.tokens.tobytes()) << 32 | zlib.crc32(train.tokens.tobytes())
+    return SequenceData(config, train, validation, batches, description, crc32)

@@ -50,7 +50,7 @@ class SequenceData:
     validation: Any
     validation_batches: int
     description: str
-    crc32: int  # identifies the data: a run is resumed on the data it began with. One CRC-32, or the two of TokenShards
+    crc32: int  # identifies the data, to validate on above that to train on: a run is resumed on what it began with
     loss_floor: float | None = None  # lowest possible expected loss in nats, in closed form; None where nobody knows it
 
     unit = "tokens"

@@ -17,6 +17,7 @@ import itertools
 import os
 import sys
 import time
+import zlib
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -350,7 +351,12 @@ def load(config: TransformerConfig, process_index: int = 0, process_count: int =
     T = config.shape.sequence_length
     rows = config.global_batch_size // process_count
     some = reading.files[:: -(-len(reading.files) // CHECKED_FILES)]
-    texts = (text for file in some for chunk in first_chunks(file, reading, 1) for text in chunk)
+    texts = [text for file in some for chunk in first_chunks(file, reading, 1) for text in chunk]
+    if texts and not any(map(str.strip, texts)):
+        raise InputError(
+            f"{reading.files[0].name}: the first {len(texts)} documents are empty; expected text in "
+            f"{reading.text_field}; name another --text_field"
+        )
     check_texts(reading.tokenizer, texts, "the documents to train on")
     workers = config.stream_workers or min(MOST_WORKERS, os.cpu_count() or 1)
     ahead = config.prefetch_batches + 4  # what is in the loader's queue, on its way there, and made
@@ -369,6 +375,7 @@ def load(config: TransformerConfig, process_index: int = 0, process_count: int =
     if process_index == 0:  # measured: in the description it would make two config.json of two equal runs
         print(f"stream     each thread {speed_of(reading):,.0f} tokens/s", flush=True)
     crc32 = reading.tokenizer.fingerprint ^ fingerprint_of(reading.files)
+    crc32 |= zlib.crc32(validation.tokens.tobytes()) << 32
     return StreamData(config, train, validation, validation.batches_per_epoch, description, crc32)
 
 

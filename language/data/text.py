@@ -46,7 +46,8 @@ def load(config: TransformerConfig, process_index: int = 0, process_count: int =
         "bytes, and the end of each document"
     )
     batches = min(config.eval_batches, validation.batches_per_epoch)
-    return SequenceData(config, train, validation, batches, description, zlib.crc32(train.tokens.tobytes()))
+    crc32 = zlib.crc32(validation.tokens.tobytes()) << 32 | zlib.crc32(train.tokens.tobytes())
+    return SequenceData(config, train, validation, batches, description, crc32)
 
 
 def text_files(path: Path) -> list[Path]:

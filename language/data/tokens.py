@@ -45,7 +45,8 @@ def load(config: TransformerConfig, process_index: int = 0, process_count: int =
     count = sum(map(len, train.shards))
     description = f"{len(train.shards)} shard{'s' * (len(train.shards) > 1)}, {count:,} tokens"
     batches = min(config.eval_batches, validation.batches_per_epoch)
-    return SequenceData(config, train, validation, batches, description, train.fingerprint())
+    crc32 = validation.fingerprint() << 64 | train.fingerprint()
+    return SequenceData(config, train, validation, batches, description, crc32)
 
 
 class TokenShards:

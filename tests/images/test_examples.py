@@ -134,6 +134,9 @@ def test_targets_and_sizes_of_examples():
     assert data.description == "points, 4 float32: 20 train, 20 test; read by 2 processes"
     assert data.fingerprint() == ExampleDataset("points", targets, targets, None).fingerprint()
     assert data.fingerprint() != ExampleDataset("points", targets, targets, None, read=negated).fingerprint()
+    other_test = ExampleDataset("points", targets, TensorDataset(*(tensor[:19] for tensor in targets.tensors)), None)
+    assert other_test.fingerprint() % 2**32 == data.fingerprint() % 2**32 != data.fingerprint()
+    assert other_test.fingerprint() != data.fingerprint()
     np.testing.assert_array_equal(data.test_images, targets.tensors[0].numpy())
     with pytest.raises(InputError, match="num_workers is 0; expected 1 or more"):
         ExampleDataset("points", targets, targets, None, num_workers=0)

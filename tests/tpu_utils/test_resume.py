@@ -298,10 +298,12 @@ def open_run(config: MnistConfig, change=lambda crc32: crc32) -> None:
 
 
 def test_a_run_goes_on_where_its_data_is_known_better_than_before(constant):
-    """TokenShards' fingerprint has a second CRC-32 above the one of older runs."""
+    """Above the CRC-32 of older runs stand others: of the tokens of shards, of the data to test on."""
     config = parse_command_line(MnistConfig, "", ["--run_dir", str(constant), "--resume=must"])
-    open_run(config, lambda crc32: crc32 | 5 << 32)
-    for change in (lambda crc32: crc32 + 1 | 5 << 32, lambda crc32: crc32 + 1, str):
+    known = json.loads((constant / "config.json").read_text())["data_crc32"]
+    assert known >> 32, "of the test set"
+    open_run(config, lambda crc32: crc32 | 5 << 64)
+    for change in (lambda it: it + 1 | 5 << 64, lambda it: it + 1, lambda it: it ^ 1 << 32, lambda it: it % 2**32, str):
         with pytest.raises(InputError, match=r"data_crc32 is .*, was "):
             open_run(config, change)
 

@@ -41,8 +41,9 @@ def find_beginning(
             "another --run_dir"
         )
     was = defaults_of(type(config)) | saved.value("config", dict)  # defaults: for fields newer than the checkpoint
-    if isinstance(run["data_crc32"], int) and run["data_crc32"] % 2**32 == was.get("data_crc32"):
-        run = run | {"data_crc32": was["data_crc32"]}  # older runs lack the half of it for token shards
+    if isinstance(crc32 := was.get("data_crc32"), int) and isinstance(run["data_crc32"], int):
+        known = max(1, -(-crc32.bit_length() // 32))  # older runs know less of their data: not what is tested on
+        run = run | {"data_crc32": run["data_crc32"] % 2 ** (32 * known)}
     check_same_run(run, was, free if before is None else free.union(RUN_LENGTH_FIELDS))
     check_length(config, num_steps, before or num_steps, saved.step)
     best = saved.best() if config.keep_best else None

@@ -238,6 +238,24 @@ def test_the_fingerprint_is_of_names_sizes_ends_and_tokenizer(tmp_path):
     assert load_sequences(config_of(tmp_path, stream_lanes=0)).fingerprint() != known
 
 
+@pytest.mark.parametrize("source", ["text", "stream"])
+def test_the_fingerprint_is_of_what_is_validated_on_too(tmp_path, source):
+    write_documents(tmp_path / "part.jsonl", ["a document"] * 9)
+    options = dict(dataset=source, data_dir=str(tmp_path), train_data="part.jsonl", validation_data="val.jsonl")
+    config = TransformerConfig(**options, sequence_length=T, global_batch_size=1)
+    found = []
+    for letter in "xy":
+        write_documents(tmp_path / "val.jsonl", [letter * 40])
+        found.append(load_sequences(config).fingerprint())
+    assert found[0] != found[1] and found[0] % 2**32 == found[1] % 2**32
+
+
+def test_documents_without_a_letter_are_refused(tmp_path):
+    write_documents(tmp_path / "part_0.jsonl", ["", " \n"] * 60)
+    with pytest.raises(InputError, match=r"part_0.jsonl: the first 64 documents are empty; expected text in"):
+        load_sequences(config_of(tmp_path, stream_lanes=1))
+
+
 @pytest.mark.parametrize(
     "changes, said",
     [

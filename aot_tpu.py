@@ -47,7 +47,7 @@ from tpu_compiler.compile.newest import NewestError, default_folder, make_enviro
 from tpu_compiler.compile.planned import PLAN_VARIABLE
 from tpu_compiler.decide.difference import compare, take_sides
 from tpu_compiler.decide.roofline import check_picture, draw
-from tpu_compiler.decide.search import ScriptError, compile_script, fit, with_option
+from tpu_compiler.decide.search import ScriptError, compile_script, fit, option_name, with_option
 from tpu_compiler.decide.verdict import conclude, parse_only, parse_prices, parse_tokens, search_slices
 from tpu_compiler.estimate.calibration import CALIBRATION, Calibration, read_calibration
 from tpu_compiler.estimate.report import Report, format_compilers, format_report, format_table
@@ -65,6 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags, argv = take_flags(argv)
     arguments, options = make_parser().parse_known_args([word for word in argv if word != "--"])
     arguments.compiler_options = flags
+    if arguments.topology is None:
+        meant = [f"{word} is no option{near}" for word in options if (near := nearest(word, ["--topology"]))]
+        print("error:", *(meant or ["--topology is missing; name a slice, such as v6e-8"])[:1], file=sys.stderr)
+        return 2
     arguments.topology = ",".join(dict.fromkeys(name.strip() for name in arguments.topology.split(",")))
     say = partial(print, file=sys.stderr if arguments.json else sys.stdout, flush=True)
     reports, found = [], True
@@ -77,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(compare(arguments.script, names[0], options, *sides))
             return 0
         if arguments.search:
-            best = search_slices(arguments.script, names, options, say, only, arguments.minutes, arguments.plan)
+            minutes = 30.0 if arguments.minutes is None else arguments.minutes
+            best = search_slices(arguments.script, names, options, say, only, minutes, arguments.plan)
             reports = conclude(arguments.script, best, say, prices, tokens)
             found = bool(reports)
         else:
@@ -87,8 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 reports += answers
     except (ValueError, RuntimeError, OSError) as error:
         code = error.exit_code if isinstance(error, ScriptError) else 1 if isinstance(error, NewestError) else 2
-        # the child process of a module, or of a program in a file, has printed why
-        if not (isinstance(error, ScriptError) and is_no_script(arguments) and code == 2):
+        if not (isinstance(error, ScriptError) and error.is_said):
             print(f"error: {error}", file=sys.stderr)
         return code
     finally:
@@ -119,7 +123,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("script", nargs="?", help="a training script that takes --compile_for, or a module")
     help_text = "instead of a script: a program before XLA optimizes it; with --compiler_options, if any"
     parser.add_argument("--hlo", metavar="FILE", help=help_text)
-    parser.add_argument("--topology", required=True, help="slices, separated by commas")
+    parser.add_argument("--topology", help="slices, separated by commas")
     parser.add_argument("--fit", metavar="FIELD", help="find the largest value of this integer option that fits")
     parser.add_argument("--plan", action="store_true", help="seconds, not minutes: memory, and the step by roofline")
     parser.add_argument("--json", action="store_true", help="print the reports as a JSON list")
@@ -141,9 +145,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--calibration", metavar="FILE", help=f"default: {CALIBRATION}, when there is one")
     parser.add_argument("--search", action="store_true", help="try settings one after the other: the fastest that fits")
-    parser.add_argument(
-        "--minutes", type=float, default=30.0, help="time for --search, all slices together; default: 30"
-    )
+    parser.add_argument("--minutes", type=float, help="time for --search, all slices together; default: 30")
     parser.add_argument("--vary_batch", action="store_true", help="--search may change global_batch_size")
     parser.add_argument("--only", metavar="OPTION,...", help="--search changes nothing else, such as mesh")
     parser.add_argument("--tokens", metavar="N", help="how many tokens or examples the run is to see, such as 10e9")
@@ -170,7 +172,7 @@ def check_command(
 
     The folder of the installed compiler is "". Raises ValueError, RuntimeError or OSError for what is wrong already.
     """
-    for name in ("only", "vary_batch"):
+    for name in ("only", "vary_batch", "minutes"):
         if getattr(arguments, name) and not arguments.search:
             raise ValueError(f"--{name} has no effect without --search")
     if arguments.picture:
@@ -303,6 +305,8 @@ def with_batch(options: Sequence[str], topology: str, per_device: int | None) ->
         return options
     if per_device < 1:
         raise ValueError(f"--batch_per_device is {per_device}; expected 1 or more")
+    if "global_batch_size" in map(option_name, options):
+        raise ValueError("--batch_per_device and --global_batch_size both say the batch; leave one out")
     return with_option(options, "global_batch_size", str(per_device * parse_topology(topology).num_devices))
 
 

@@ -53,4 +53,4 @@ def compile_file(path: str, topology: str, program_dir: str | None, flags: str) 
     try:
         return compile_script(str(CHILD), topology, options, program_dir)
     except ScriptError as error:  # the file is what was asked about, and a damaged one can end the child by a signal
-        raise ScriptError(str(error).replace(str(CHILD), path), error.exit_code) from error
+        raise ScriptError(str(error).replace(str(CHILD), path), error.exit_code, error.is_said) from error

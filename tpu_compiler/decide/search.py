@@ -18,16 +18,18 @@ from tpu_compiler.estimate.report import Report
 from tpu_utils.base.hardware import GIB, parse_topology
 from tpu_utils.base.restarts import ends_with_this
 from tpu_utils.base.writing import write_atomically
+from tpu_utils.options.fields import nearest
 
 OUTPUT_VARIABLE = "AOT_TPU_OUTPUT"  # a folder: compile_for writes its files there and prints nothing
 
 
 class ScriptError(RuntimeError):
-    """The script did not come as far as its first step. exit_code is 2 when it refused its options."""
+    """The script did not come as far as its first step. exit_code is 2 when it refused its options. is_said: it has
+    printed why itself."""
 
-    def __init__(self, message: str, exit_code: int):
+    def __init__(self, message: str, exit_code: int, is_said: bool = False):
         super().__init__(message)
-        self.exit_code = exit_code
+        self.exit_code, self.is_said = exit_code, is_said
 
 
 class OutOfTimeError(ScriptError):
@@ -133,7 +135,7 @@ def compile_afresh(
                 )
             else:
                 cause = f"ended with code {code} before its first step; its own message is above"
-            raise ScriptError(f"{script} for {topology} {cause}", 2 if code == 2 else 1)
+            raise ScriptError(f"{script} for {topology} {cause}", 2 if code == 2 else 1, is_said=code == 2)
         known = {field.name for field in dataclasses.fields(Report)}  # another commit's report may have others
         report = Report(**{name: v for name, v in json.loads(written.read_text()).items() if name in known})
         if report.topology != topology:
@@ -162,8 +164,9 @@ def fit(
     first = compile_script(script, topology, options, planned=True)
     value = first.settings.get(field)
     if not isinstance(value, int) or value < 1:
-        numbers = [name for name, v in first.settings.items() if isinstance(v, int) and not isinstance(v, bool)]
-        raise ScriptError(f"--fit {field}: not a number of {script}; expected one of {', '.join(numbers)}", 2)
+        numbers = [name for name, v in first.settings.items() if type(v) is int and name != "layers"]  # of the model
+        meant = nearest(field, numbers) or f"; expected one of {', '.join(numbers)}"
+        raise ScriptError(f"--fit {field}: not a number of {script}{meant}", 2)
     tried = {value: first}
 
     def fits(value: int) -> bool:

@@ -381,7 +381,8 @@ def read_operations(computations: dict[str, list[Operation]], cycles_per_ms: flo
                 what = "product" if product else operation.base
                 result = re.match(r"\(?(\w+\[[\d,]*\])?", operation.result)[1]
                 path = re.sub(r"\d+", "*", operation.find(r'op_name="([^"]*)') or "added by the compiler")
-                cycles[f"{what} {result}, {path[-80:]}"] += operation.cycles * times
+                path = path if len(path) <= 80 else path[-80:].partition("/")[2] or path[-80:]
+                cycles[f"{what} {result}, {path}"] += operation.cycles * times
     return [(name, count / cycles_per_ms) for name, count in cycles.most_common(10)]
 
 

@@ -371,7 +371,8 @@ def format_table(reports: Sequence[Report]) -> str:
     """Several slices side by side, as a Markdown table."""
     unit, levels = reports[0].unit, any(r.level for r in reports)
     header = ["slice", *(["level"] if levels else []), "devices", "fits", "GiB of limit", "FLOPs / model"]
-    header += ["collectives MB", "predicted ms", "with comm. ms", f"{unit}/s", "MFU", "no estimate", "compile s"]
+    header += ["collectives MB", "predicted ms", "with comm. ms", f"{unit}/s", "MFU", "no estimate"]
+    header += ["plan s" if all(r.reason == PLANNED for r in reports) else "compile s"]
     rows = [header]
     for r in reports:
         row = [r.topology, *([r.level] if levels else []), str(r.devices), "yes" if r.fits else "no"]

@@ -687,12 +687,25 @@ def test_a_script_that_compiles_for_another_slice_is_wrong_usage(tmp_path):
     "command, message",
     [
         (["tpu_utils/step/optim.py"], "optim.py ended without asking to compile a step"),
-        ([str(TINY), "--global_batch_size", "9"], "ended with code 2 before its first step; its own message is above"),
+        ([str(TINY), "--global_batch_size", "9"], "error: global_batch_size (9) must be divisible by 8\n"),
+        ([str(TINY), "--fit", "global_batch"], "not a number of"),
+        ([str(TINY), "--minutes", "3"], "--minutes has no effect without --search"),
+        ([str(TINY), "--batch_per_device", "8", "--global-batch-size=8"], "both say the batch; leave one out"),
     ],
 )
 def test_a_script_that_does_not_come_to_its_step_is_wrong_usage(forked, capsys, command, message):
     assert aot_tpu.main([*command, "--topology", "v5litepod-1"]) == 2
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert message in said and len(re.findall("error: ", said)) == 1
+
+
+def test_a_command_without_a_slice_is_one_message(capsys):
+    for command, said in (
+        (["simple_mnist_tpu.py"], "error: --topology is missing; name a slice, such as v6e-8\n"),
+        (["simple_mnist_tpu.py", "--topolgy", "v6e-8"], "error: --topolgy is no option; did you mean --topology?\n"),
+    ):
+        assert aot_tpu.main(command) == 2
+        assert capsys.readouterr().err == said
 
 
 @pytest.mark.slow

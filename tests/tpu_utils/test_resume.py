@@ -304,7 +304,7 @@ def test_a_run_goes_on_where_its_data_is_known_better_than_before(constant):
     assert known >> 32, "of the test set"
     open_run(config, lambda crc32: crc32 | 5 << 64)
     for change in (lambda it: it + 1 | 5 << 64, lambda it: it + 1, lambda it: it ^ 1 << 32, lambda it: it % 2**32, str):
-        with pytest.raises(InputError, match=r"data_crc32 is .*, was "):
+        with pytest.raises(InputError, match=r"checksum of what is trained and tested on, data_crc32, is .*, was "):
             open_run(config, change)
 
 

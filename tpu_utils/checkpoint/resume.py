@@ -63,7 +63,10 @@ def check_same_run(config: dict[str, Any], saved: dict[str, Any], free: set[str]
     """Raises InputError if a field that shapes the computation is not what the checkpoint was made with. free: names of
     the fields that may differ."""
     names = sorted((config.keys() | saved.keys()) - free)
-    changed = [f"{n} is {config.get(n)!r}, was {saved.get(n)!r}" for n in names if config.get(n) != saved.get(n)]
+    named = {"data_crc32": "the checksum of what is trained and tested on, data_crc32,"}
+    changed = [
+        f"{named.get(n, n)} is {config.get(n)!r}, was {saved.get(n)!r}" for n in names if config.get(n) != saved.get(n)
+    ]
     if changed:
         raise InputError(
             f"this is not the run the checkpoint belongs to: {'; '.join(changed)}; repeat the old values, "

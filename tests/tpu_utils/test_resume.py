@@ -308,6 +308,20 @@ def test_a_run_goes_on_where_its_data_is_known_better_than_before(constant):
             open_run(config, change)
 
 
+def test_a_fingerprint_of_ones_own_may_be_any_value(constant, tmp_path):
+    """hash() is negative half of the time; a string is one, too."""
+    saved = CheckpointReader(constant / "checkpoints").load("must").values
+    for number, own in enumerate((-5, 2**128 + 3, "a name", 0)):
+        run_dir = shutil.copytree(constant, tmp_path / str(number), ignore=shutil.ignore_patterns("step_*"))
+        run_id = json.loads((run_dir / "config.json").read_text())["run_id"]
+        values = saved | {"config": saved["config"] | {"data_crc32": own}}
+        Checkpoints(run_dir / "checkpoints", 9, run_id=run_id).save(20, {}, values)
+        config = parse_command_line(MnistConfig, "", ["--run_dir", str(run_dir), "--resume=must"])
+        open_run(config, lambda _, own=own: own)
+        with pytest.raises(InputError, match="data_crc32, is 7, was"):
+            open_run(config, lambda _: 7)
+
+
 # ------------------------------------------------------------------------------------------------------ a finished run
 def test_a_finished_run_that_is_resumed_changes_nothing_and_says_so(constant, capsys):
     before = files_of(constant)

@@ -41,9 +41,10 @@ def find_beginning(
             "another --run_dir"
         )
     was = defaults_of(type(config)) | saved.value("config", dict)  # defaults: for fields newer than the checkpoint
-    if isinstance(crc32 := was.get("data_crc32"), int) and isinstance(run["data_crc32"], int):
-        known = max(1, -(-crc32.bit_length() // 32))  # older runs know less of their data: not what is tested on
-        run = run | {"data_crc32": run["data_crc32"] % 2 ** (32 * known)}
+    now, then = run["data_crc32"], was.get("data_crc32")
+    if isinstance(now, int) and isinstance(then, int) and min(now, then) >= 0:  # one's own may be less
+        known = max(1, -(-then.bit_length() // 32))  # older runs know less of their data: not what is tested on
+        run = run | {"data_crc32": now % 2 ** (32 * known)}
     check_same_run(run, was, free if before is None else free.union(RUN_LENGTH_FIELDS))
     check_length(config, num_steps, before or num_steps, saved.step)
     best = saved.best() if config.keep_best else None

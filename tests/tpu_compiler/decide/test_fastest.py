@@ -868,7 +868,8 @@ def test_the_predicted_step_is_first_and_has_everything_in_it():
     assert "host memory        5.0 MB to host: at least 100.000 ms over PCIe" in format_report(host)
     between = dataclasses.replace(r, slice_transfers={"all-reduce": {"sent_bytes": 2e9}}, network_gb_per_s=10.0)
     assert between.with_prediction().predicted_ms_all_hidden == 200.0, "a step does not end before its own transfers"
-    assert format_table([r]).splitlines()[2].count("125.00") == 1
+    assert format_table([r]).splitlines()[2].count("125.00") == 1 and "compile s" in format_table([r])
+    assert "plan s" in format_table([dataclasses.replace(r, reason=PLANNED, compiles=False)])
 
 
 def test_a_billion_tokens_are_said_in_chip_hours_and_money():

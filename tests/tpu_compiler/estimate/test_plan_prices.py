@@ -11,7 +11,7 @@ from tpu_compiler.estimate.plan_prices import (
     product_flops,
     with_prices,
 )
-from tpu_compiler.estimate.reading import parse_program, read_cycles, scheduled
+from tpu_compiler.estimate.reading import parse_program, read_cycles, read_operations, scheduled
 from tpu_compiler.estimate.schedule import exposed_ms
 from tpu_utils.base.hardware import parse_topology
 
@@ -209,6 +209,19 @@ def test_a_sparse_core_reduces_beside_products_at_half_the_rate():
     product = 2 * 8192**3 / (V6E.hardware.bf16_tflops * 1e12 * MATRIX_SHARE)
     assert link_share("reduce-scatter", V6E, True) == corner_share(V6E) / 4 and reduced > product
     assert exposed_ms(program, V6E, 8, link_share) == pytest.approx((reduced - product) * 1e3, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "path", ["jit(step)/short", "jit(step)/" + "a_long_scope/" * 9 + "dot", "jit(step)/" + "x" * 99]
+)
+def test_a_kind_of_operation_begins_with_a_whole_name(path):
+    line = (
+        f'  ROOT %n = f32[8]{{0}} negate(%a), metadata={{op_name="{path}"}}, backend_config={{"estimated_cycles":"5"}}'
+    )
+    text = "\n".join(["ENTRY %main (a: f32[8]) -> f32[8] {", "  %a = f32[8]{0} parameter(0)", line, "}"])
+    ((kind, _),) = read_operations(parse_program(text), 1.0)
+    said = kind.removeprefix("negate f32[8], ")
+    assert len(said) <= 80 and (path == said or path.endswith("/" + said) or "/" not in path[-80:])
 
 
 def test_a_corner_has_fewer_links():

@@ -145,11 +145,9 @@ def print_plan(run: Run, data: SequenceData, why: str) -> None:
             f"experts    {config.num_experts} in a layer, {shape.experts_per_token} for a token, which meets "
             f"{shape.num_multiplied:,} of the parameters; places of an expert: {places}"
         )
-    if shape.embedding_dim % 128:
-        padded = -(-shape.embedding_dim // 128) * 128
-        run.print(
-            f"width      {shape.embedding_dim} is no multiple of 128: the matrix unit works as if it were {padded}"
-        )
+    if (width := shape.embedding_dim) % 128:
+        padded = -(-width // 128) * 128
+        run.print(f"width      {width} is no multiple of 128: the matrix unit works as if it were {padded}")
     if config.offload != "nothing" and device_type() != "TPU" and not config.compile_for:
         run.print("offload    without effect: this device has no other memory than the host's")
     if config.initial_weights:
@@ -166,14 +164,16 @@ def print_plan(run: Run, data: SequenceData, why: str) -> None:
         f"mfu        {config.flops_per_token:,} FLOPs a token ({4 if config.lora_rank else 6} N + 12 L D T, causal "
         "half not taken off) over peak bf16"
     )
-    tokens = config.global_batch_size * shape.sequence_length
-    run.print(f"batch      {tokens:,} tokens a step, {config.num_steps} steps")
+    run.print(f"batch      {config.global_batch_size * shape.sequence_length:,} tokens a step, {run.num_steps} steps")
     if data.loss_floor is not None:
         run.print(f"floor      no model can have an expected loss below {data.loss_floor:.4f} nats per token")
 
 
 def print_placement(run: Run, model: Decoder, partition_spec: Callable) -> None:
     """With --print_placement a line for each parameter: what partition_spec(name, parameter) says, where it lies."""
+    count = sum(parameter.numel() for parameter in model.parameters())
+    if count != run.config.shape.num_parameters and not run.config.lora_rank:  # a copy has another model
+        run.print(f"model      {count:,} parameters in truth: mfu is wrong unless run.open() got its FLOPs a token")
     for name, parameter in model.named_parameters() if run.config.print_placement else ():
         spec = sharding_spec(parameter) or "one device"
         table = partition_spec(name, parameter)

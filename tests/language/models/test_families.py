@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from test_llama_parity import (
 from test_transformer_tpu import losses_of, train_all
 
 from language.generation import decoding
+from language.mesh import print_placement
 from language.models.gpt import GPT
 from language.models.layers import LoRA
 from language.models.llama import Llama
@@ -53,6 +55,19 @@ def random_model(shape: ModelShape, **options):
 
 def tokens_of(shape: ModelShape, rows: int, length: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(shape.vocab_size, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("size", ["tiny", "mixtral_tiny"])
+def test_a_model_with_more_than_its_shape_is_said_to_have_no_mfu_of_it(size):
+    """A copy may change the model; FLOPs are counted of the configuration's."""
+    lines, config = [], TransformerConfig(model_size=size)
+    model, run = random_model(config.shape), SimpleNamespace(config=config, print=lines.append)
+    print_placement(run, model, lambda name, parameter: ())
+    assert not lines
+    model.another_layer = torch.nn.Linear(2, 3)
+    print_placement(run, model, lambda name, parameter: ())
+    (said,) = lines
+    assert f"{config.shape.num_parameters + 9:,} parameters in truth: mfu is wrong unless" in said
 
 
 QUICK = ("gemma3", "phi4", "mixtral")

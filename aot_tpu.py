@@ -146,7 +146,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--calibration", metavar="FILE", help=f"default: {CALIBRATION}, when there is one")
     parser.add_argument("--search", action="store_true", help="try settings one after the other: the fastest that fits")
     parser.add_argument("--minutes", type=float, help="time for --search, all slices together; default: 30")
-    parser.add_argument("--vary_batch", action="store_true", help="--search may change global_batch_size")
+    parser.add_argument("--vary_batch", action="store_true", default=None, help="--search may change global_batch_size")
     parser.add_argument("--only", metavar="OPTION,...", help="--search changes nothing else, such as mesh")
     parser.add_argument("--tokens", metavar="N", help="how many tokens or examples the run is to see, such as 10e9")
     parser.add_argument(
@@ -173,7 +173,7 @@ def check_command(
     The folder of the installed compiler is "". Raises ValueError, RuntimeError or OSError for what is wrong already.
     """
     for name in ("only", "vary_batch", "minutes"):
-        if getattr(arguments, name) and not arguments.search:
+        if getattr(arguments, name) is not None and not arguments.search:
             raise ValueError(f"--{name} has no effect without --search")
     if arguments.picture:
         check_picture(Path(arguments.picture))

@@ -690,6 +690,7 @@ def test_a_script_that_compiles_for_another_slice_is_wrong_usage(tmp_path):
         ([str(TINY), "--global_batch_size", "9"], "error: global_batch_size (9) must be divisible by 8\n"),
         ([str(TINY), "--fit", "global_batch"], "not a number of"),
         ([str(TINY), "--minutes", "3"], "--minutes has no effect without --search"),
+        ([str(TINY), "--minutes", "0"], "--minutes has no effect without --search"),
         ([str(TINY), "--batch_per_device", "8", "--global-batch-size=8"], "both say the batch; leave one out"),
     ],
 )

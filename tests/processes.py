@@ -166,10 +166,18 @@ def run(*arguments, timeout: float = 600, cold: bool = False, **environment) -> 
     return subprocess.CompletedProcess(script.arguments, script.returncode, out, err)
 
 
+_given_ports: set[int] = set()
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
+    """One that this process was not given before: whoever gets a port opens it later, and until then it looks free."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("localhost", 0))
+            port = probe.getsockname()[1]
+        if port not in _given_ports:
+            _given_ports.add(port)
+            return port
 
 
 def waits(condition, seconds: float = 600, alive: Script | None = None):

@@ -23,6 +23,7 @@ AS_PLAIN += ["--warmup_steps=0", "--weight_decay=0", "--log_every=1", "--no_tens
 AS_PLAIN += ["--channels=4", "--hidden_dim=16"]
 
 
+@pytest.mark.slow
 def test_the_plain_loop_has_the_losses_of_the_simple_script(tmp_path):
     """Bit for bit, in training and evaluation, though it is killed after an epoch and started again. With few
     channels and epochs, which takes seconds."""

@@ -351,12 +351,13 @@ def test_refused_before_anything_compiles(tmp_path, capsys, options, message):
 PACKED = ["--model_size=llama_tiny", "--num_heads=4", "--vocab_size=512", "--dataset=chat"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [
-        pytest.param(["--remat", "--remat_keep=attention", "--offload=attention"], marks=pytest.mark.slow),
+        ["--remat", "--remat_keep=attention", "--offload=attention"],
         ["--num_layers=2", "--scan_layers", "--remat", "--remat_keep=projections", "--offload=attention"],
-        pytest.param(PACKED, marks=pytest.mark.slow),
+        PACKED,
     ],
 )
 def test_flash_attention_compiles_for_a_tpu(more):

@@ -311,9 +311,9 @@ def test_the_kept_table_of_the_newest_compiler_is_of_the_kept_answers():
         assert decisions.as_csv(lines) == (TABLES / name).read_text()
 
 
-def test_a_plan_of_weights_in_bfloat16_has_half_the_state(capfd):
+def test_a_plan_of_weights_in_bfloat16_has_half_the_state(forked, capfd):
     """Weights and Adam's two moments, and the gradients with them."""
-    options = "--dataset tokens --precision bfloat16 --model_size 124M --num_layers 2 --sequence_length 128"
+    options = "--dataset tokens --precision bfloat16 --num_layers 1 --sequence_length 128 --embedding_dim 512"
     memory = {}
     for script in ("transformer_tpu.py", f"benchmarks/{decisions.BFLOAT16_STATE}"):
         assert aot_tpu.main([script, *options.split(), "--topology", "v6e-1", "--plan", "--json"]) == 0

@@ -61,6 +61,7 @@ def test_an_option_that_libtpu_does_not_have():
     assert "did you mean xla_tpu_scoped_vmem_limit_kib?" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_options_reach_the_compiler():
     given = ("--compile_for=v5litepod-1", "--compiler_options=xla_tpu_scoped_vmem_limit_kib=x")
     done = run("simple_mnist_tpu.py", *given, "--channels=1", "--hidden_dim=1", "--global_batch_size=1")

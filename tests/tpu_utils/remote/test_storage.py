@@ -629,6 +629,7 @@ def assert_same_as_local(folder: str, uninterrupted: Path, bucket: BucketEmulato
     assert {f"{folder}/{name}" for name in ("config.json", "metrics.jsonl", "summary.json")} <= bucket.objects.keys()
 
 
+@pytest.mark.slow
 def test_killed_and_stopped_in_mid_upload_a_run_goes_on_from_an_empty_machine_under_faults(
     uninterrupted, bucket, machine, monkeypatch, capsys
 ):

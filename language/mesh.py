@@ -146,8 +146,7 @@ def print_plan(run: Run, data: SequenceData, why: str) -> None:
             f"{shape.num_multiplied:,} of the parameters; places of an expert: {places}"
         )
     if (width := shape.embedding_dim) % 128:
-        padded = -(-width // 128) * 128
-        run.print(f"width      {width} is no multiple of 128: the matrix unit works as if it were {padded}")
+        run.print(f"width      {width} is no multiple of 128: the matrix unit works as for {width + -width % 128}")
     if config.offload != "nothing" and device_type() != "TPU" and not config.compile_for:
         run.print("offload    without effect: this device has no other memory than the host's")
     if config.initial_weights:
@@ -170,7 +169,8 @@ def print_plan(run: Run, data: SequenceData, why: str) -> None:
 
 
 def print_placement(run: Run, model: Decoder, partition_spec: Callable) -> None:
-    """With --print_placement a line for each parameter: what partition_spec(name, parameter) says, where it lies."""
+    """Says if the model is not the configuration's; with --print_placement what partition_spec(name, parameter) says of
+    each parameter, and where it lies."""
     count = sum(parameter.numel() for parameter in model.parameters())
     if count != run.config.shape.num_parameters and not run.config.lora_rank:  # a copy has another model
         run.print(f"model      {count:,} parameters in truth: mfu is wrong unless run.open() got its FLOPs a token")

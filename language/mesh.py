@@ -171,9 +171,9 @@ def print_plan(run: Run, data: SequenceData, why: str) -> None:
 def print_placement(run: Run, model: Decoder, partition_spec: Callable) -> None:
     """Says if the model is not the configuration's; with --print_placement what partition_spec(name, parameter) says of
     each parameter, and where it lies."""
-    count = sum(parameter.numel() for parameter in model.parameters())
-    if count != run.config.shape.num_parameters and not run.config.lora_rank:  # a copy has another model
-        run.print(f"model      {count:,} parameters in truth: mfu is wrong unless run.open() got its FLOPs a token")
+    count = sum(parameter.numel() for name, parameter in model.named_parameters() if "_lora_" not in name)
+    if count != run.config.shape.num_parameters:  # a copy has another model
+        run.print(f"model      this one has {count:,} parameters: mfu is wrong unless run.open() got its FLOPs a token")
     for name, parameter in model.named_parameters() if run.config.print_placement else ():
         spec = sharding_spec(parameter) or "one device"
         table = partition_spec(name, parameter)

@@ -24,7 +24,7 @@ MORE = (ROOT / "docs" / "make_it_yours.md").read_text()
 IMAGES = ["--num_epochs=1", "--warmup_steps=1", "--log_every=1"]
 TWO_STEPS = {
     **{name: [*IMAGES, "--global_batch_size=700", "--channels=2"] for name in ("simple", "distributed", "ddp")},
-    "resnet": [*IMAGES, "--depth=8", "--width=1", "--global_batch_size=1900"],
+    "resnet": [*IMAGES, "--depth=8", "--width=2", "--global_batch_size=1900"],
     "transformer": ["--num_steps=2", "--warmup_steps=1", "--eval_batches=1", "--log_every=1", "--global_batch_size=8"],
 }
 SCRIPTS = sorted(path.name for path in ROOT.glob("*_tpu.py") if path.name.split("_")[0] in TWO_STEPS)

@@ -81,11 +81,11 @@ def partition_spec(name: str, tensor: torch.Tensor) -> tuple:
     return next((spec for pattern, spec in PARTITION.items() if re.fullmatch(pattern, name)), (None,) * tensor.dim())
 
 
-def place(model: Decoder, tensors) -> None:
-    """Shard tensors, one for each trained parameter in order, as PARTITION says for that parameter."""
+def place(model: Decoder, named: dict[str, torch.Tensor]) -> None:
+    """Shard tensors as PARTITION says for the parameter whose name and shape they have."""
     if model.mesh is not None:
-        for (name, parameter), tensor in zip(model.trained().items(), tensors, strict=True):
-            mark_sharding(tensor, model.mesh, partition_spec(name, parameter))
+        for name, tensor in named.items():
+            mark_sharding(tensor, model.mesh, partition_spec(name, tensor))
 
 
 def place_state(model: Decoder, optimizer, metrics) -> None:
@@ -119,28 +119,28 @@ def accumulate_gradients(model: Decoder, tokens_BS, keys_B, config) -> list[torc
     Their forward and backward passes are a loop inside the graph, so neither the graph nor the memory of activations
     grows with their number. (torch_xla.experimental.gradient_accumulation syncs in it.)
     """
-    trained, accumulation_steps = model.trained(), config.gradient_accumulation_steps
+    trained, unused, accumulation_steps = model.trained(), [], config.gradient_accumulation_steps
     names, parameters = zip(*sorted(model.named_parameters(), key=lambda item: item[0] not in trained), strict=True)
 
     def micro_batch(weights, rows):  # what it adds to the loss and to the gradients
         # weights come in as arguments: read from the module, views of them trace differently once they were updated
-        weights = [weight.detach() for weight in weights]
-        for weight in weights[: len(trained)]:
-            weight.requires_grad_()
+        weights = [weight.detach().requires_grad_(i < len(trained)) for i, weight in enumerate(weights)]
         tokens, keys = rows if keys_B is not None else (*rows, None)
         objective, reported = summed_loss(model, tokens, keys, config, dict(zip(names, weights, strict=True)))
         objective.backward()
-        return [*reported, *(weight.grad for weight in weights[: len(trained)])]
+        found = [weight.grad for weight in weights[: len(trained)]]
+        unused.extend(name for name, gradient in zip(trained, found, strict=True) if gradient is None)
+        return [*reported, *(0.0 if gradient is None else gradient for gradient in found)]
 
     batch = [tokens_BS] if keys_B is None else [tokens_BS, keys_B]
-    zeros = [torch.zeros_like(parameter, requires_grad=False) for parameter in trained.values()]
+    zeros = {name: torch.zeros_like(parameter, requires_grad=False) for name, parameter in trained.items()}
     place(model, zeros)
     # row i goes to micro-batch i % accumulation_steps, so that each stays sharded over the mesh as the batch is
     stacked = [x.view(-1, accumulation_steps, *x.shape[1:]).transpose(0, 1).contiguous() for x in batch]
     reported = [torch.zeros((), device=tokens_BS.device) for _ in ("loss", *model.reported)]
-    sums = sums_over_parts(model, micro_batch, [*reported, *zeros], parameters, stacked)
-    for parameter, gradient in zip(trained.values(), sums[len(reported) :], strict=True):
-        parameter.grad = gradient
+    sums = sums_over_parts(model, micro_batch, [*reported, *zeros.values()], parameters, stacked)
+    for (name, parameter), gradient in zip(trained.items(), sums[len(reported) :], strict=True):
+        parameter.grad = None if name in unused else gradient
     return sums[: len(reported)]
 
 
@@ -155,13 +155,13 @@ def train_step(model, optimizer, rates, metrics, tokens_BS, config):
     else:
         loss, *reported = accumulate_gradients(model, tokens_BS, keys, config)
     loss, count = total(loss, model.mesh), total((tokens_BS[:, 1:] >= 0).sum().float(), model.mesh)  # count: targets
-    gradients = [parameter.grad for parameter in model.trained().values()]  # the loss is summed; divided by count below
+    gradients = {name: p.grad for name, p in model.trained().items() if p.grad is not None}  # None: no output needs it
     place(model, gradients)
-    squares = [total((gradient * gradient).sum(), model.mesh) for gradient in gradients]
+    squares = [total((gradient * gradient).sum(), model.mesh) for gradient in gradients.values()]
     norm = torch.stack(squares).sum().sqrt() / count
     factor = ((config.clip_gradient_norm / (norm + 1e-6)).clamp(max=1.0) if config.clip_gradient_norm else 1.0) / count
-    for parameter, gradient in zip(model.trained().values(), gradients, strict=True):
-        parameter.grad = gradient * factor
+    for name, gradient in gradients.items():
+        model.get_parameter(name).grad = gradient * factor
     rate = rates.index_select(0, metrics.step)
     skipped = step_optimizer(optimizer, rate, torch.isfinite(loss + norm), config.on_nonfinite)
     optimizer.zero_grad(set_to_none=True)  # gradients still alive at the end would be outputs of the program

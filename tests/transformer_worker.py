@@ -1,7 +1,8 @@
 """Runs transformer_tpu.py's train() for several option lists in one process: one start of the runtime, many runs.
 
 python transformer_worker.py FOLDER '[["name", "--option", "value", ...], ...]'   # a run directory FOLDER/name each
-A name FROM/TO first makes TO a copy of the run FROM as it was before its last checkpoint.
+A name FROM/TO first makes TO a copy of the run FROM as it was before its last checkpoint. Every model has a parameter
+that no output needs, SPARE.
 """
 
 import json
@@ -9,11 +10,24 @@ import shutil
 import sys
 from pathlib import Path
 
+import torch
+
 import transformer_tpu
 from language.options.transformer_options import TransformerConfig
 from tpu_utils.base.errors import run_script
 from tpu_utils.options.parsing import parse_command_line
 
+SPARE = "spare_weight"
+build_model = transformer_tpu.build_model
+
+
+def build_with_spare(config, mesh, device, *rest, **options):
+    model = build_model(config, mesh, device, *rest, **options)
+    model.register_parameter(SPARE, torch.nn.Parameter(torch.ones(3).to(device)))
+    return model
+
+
+transformer_tpu.build_model = build_with_spare
 for name, *options in json.loads(sys.argv[2]):
     if "/" in name:
         old, name = name.split("/")

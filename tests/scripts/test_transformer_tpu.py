@@ -184,6 +184,15 @@ def test_what_is_kept_and_accumulated_changes_no_number(one_device, eight_device
         np.testing.assert_allclose(losses_of(path), losses_of(one_device / name), rtol=1e-6, err_msg=str(path))
 
 
+@pytest.mark.parametrize("name", ["plain", "accumulated", "llama_muon"])
+def test_a_parameter_that_no_output_needs_stays_as_it_is(one_device, eight_devices, name):
+    """As under torch's AdamW, which passes over it: no weight decay either."""
+    folder = eight_devices[0] if name == "accumulated" else one_device
+    state = state_in(folder / name / "checkpoints" / "step_00000020")
+    found = [value for key, value in state.items() if key.endswith("spare_weight") and "optim" not in key]
+    assert [value.tolist() for value in found] == [[1.0, 1.0, 1.0]], list(state)
+
+
 def test_dropout_changes_a_training_and_no_evaluation(one_device):
     expected, validation_loss = plain_pytorch(dropout=0.2)
     assert (np.abs(expected / reference("plain") - 1)[2:] > 1e-3).all()

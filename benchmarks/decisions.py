@@ -395,6 +395,9 @@ def tell(decisions: Sequence[Decision], known: dict[tuple[str, str, str], Answer
     scores = [["kind", *SCORES], *scores, ["all", *score(rows)]]
     for name, held_out in (("used", False), ("held out", True)):
         scores.append([name, *score([row for row in rows if is_held_out(row["id"]) == held_out])])
+    if any(row["by"] == COMPILER for row in rows):
+        planned = (compare(decision, known, first=ROOFLINE) for decision in decisions)
+        scores.append(["by plans alone", *score([row for row in planned if row])])
     if given.programs:
         for name, is_known in (("code known", True), ("code not known", False)):
             scores.append([name, *score([row for row in rows if is_code_known(row) == is_known])])

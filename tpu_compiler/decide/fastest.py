@@ -18,7 +18,7 @@ from typing import Any
 from tpu_compiler.decide.search import OutOfTimeError, ScriptError, with_option
 from tpu_compiler.estimate.report import Report
 from tpu_compiler.estimate.rules import RULE
-from tpu_utils.base.hardware import GIB
+from tpu_utils.base.hardware import GIB, parse_topology
 
 LOW, HIGH = 0.83, 1.07
 """Clock of seven published programs over their estimate with flash kernels by rule: docs/published.md."""
@@ -29,7 +29,7 @@ WORTH = 0.001
 LONG = 16384
 """Tokens of a sequence from which on it is tried to share it over devices."""
 COMPILER_OPTIONS = tuple(f"xla_tpu_scoped_vmem_limit_kib={kib}" for kib in (32768, 65536, 98304))
-"""On-chip memory that one fusion may use; 16384 by default. On v6e 98304 was the fastest by the clock."""
+"""On-chip memory that one fusion may use; 16384 by default, on v6e 32768, where 98304 was the fastest by the clock."""
 WHOLE_LAYERS = (0, 4, 8, 16, 24)
 """Values of --remat_all_but; the script refuses those that are more than its layers."""
 FIELDS = ("attention", "compiler_options", "gradient_accumulation_steps", "remat", "remat_keep", "remat_all_but")
@@ -120,15 +120,17 @@ def with_change(options: Sequence[str], name: str, value: Any) -> list[str]:
     return [*kept, f"--{name}={value}"]
 
 
-def candidates(settings: dict, devices: int) -> list[tuple[str, list]]:
-    """Fields of the script that are worth trying, with their values, in the order in which they are tried."""
+def candidates(settings: dict, devices: int, generation: str = "") -> list[tuple[str, list]]:
+    """Fields of the script that are worth trying, with their values, in the order in which they are tried.
+    generation: of the chips; what it has by itself is not tried again."""
     found: list[tuple[str, list]] = []
     if settings.get("attention") in ("plain", "flash"):
         found.append(("attention", ["plain", "flash"]))
     if isinstance(settings.get("compiler_options"), str):
         own = settings["compiler_options"]
         names = {word.lstrip("-").partition("=")[0] for word in own.split()}
-        more = [option for option in COMPILER_OPTIONS if option.partition("=")[0] not in names]
+        tried = COMPILER_OPTIONS[1:] if generation == "v6e" else COMPILER_OPTIONS
+        more = [option for option in tried if option.partition("=")[0] not in names]
         found.append(("compiler_options", [own, *(f"{own} {option}".strip() for option in more)]))
     parts, batch = settings.get("gradient_accumulation_steps"), settings.get("global_batch_size")
     if isinstance(parts, int) and isinstance(batch, int):
@@ -209,7 +211,8 @@ class Search:
         if first.report is None:
             raise ScriptError(f"the script's own setting: {first.said}", 2 if "refused" in first.said else 1)
         settings, devices = first.report.settings, first.report.devices
-        tried = [(name, values) for name, values in candidates(settings, devices) if name in only]
+        generation = parse_topology(first.report.topology).generation
+        tried = [(name, values) for name, values in candidates(settings, devices, generation) if name in only]
         if not tried:
             self.ended = f"on {devices} device(s) the script has none of the options to try: {', '.join(only)}"
         in_a_loop = [(name, values) for name, values in tried if name != "scan_layers"]

@@ -522,6 +522,9 @@ def test_only_options_that_the_script_has():
     assert "mesh" not in names and "global_batch_size" not in verdict.parse_only(None, False)
     own = SETTINGS | dict(compiler_options="xla_tpu_scoped_vmem_limit_kib=24576")
     assert dict(fastest.candidates(own, 1))["compiler_options"] == [own["compiler_options"]]
+    for generation, least in (("v5e", "32768"), ("v6e", "65536")):  # v6e has 32,768 KiB by itself
+        tried = dict(fastest.candidates(SETTINGS, 1, generation))["compiler_options"]
+        assert tried[:2] == ["", f"xla_tpu_scoped_vmem_limit_kib={least}"]
 
 
 def test_the_options_of_the_search_are_those_of_the_transformer():

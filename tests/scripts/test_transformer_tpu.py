@@ -74,7 +74,7 @@ EIGHT_DEVICES = {
 
 
 def runs_of(variants: dict[str, list[str]]) -> list[list[str]]:
-    return [[name, *OPTIONS, "--print_placement", *options] for name, options in variants.items()]
+    return [[name, *OPTIONS, "--print_placement", "--spare", *options] for name, options in variants.items()]
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tpu_compiler.compile.planned import DEFAULT_KIB
 from tpu_compiler.decide.search import OutOfTimeError, ScriptError, with_option
 from tpu_compiler.estimate.report import Report
 from tpu_compiler.estimate.rules import RULE
@@ -29,7 +30,8 @@ WORTH = 0.001
 LONG = 16384
 """Tokens of a sequence from which on it is tried to share it over devices."""
 COMPILER_OPTIONS = tuple(f"xla_tpu_scoped_vmem_limit_kib={kib}" for kib in (32768, 65536, 98304))
-"""On-chip memory that one fusion may use; 16384 by default, on v6e 32768, where 98304 was the fastest by the clock."""
+"""On-chip memory that one fusion may use. v5e has 16384 by itself, v6e DEFAULT_KIB; there 98304 was the fastest by the
+clock."""
 WHOLE_LAYERS = (0, 4, 8, 16, 24)
 """Values of --remat_all_but; the script refuses those that are more than its layers."""
 FIELDS = ("attention", "compiler_options", "gradient_accumulation_steps", "remat", "remat_keep", "remat_all_but")
@@ -120,7 +122,7 @@ def with_change(options: Sequence[str], name: str, value: Any) -> list[str]:
     return [*kept, f"--{name}={value}"]
 
 
-def candidates(settings: dict, devices: int, generation: str = "") -> list[tuple[str, list]]:
+def candidates(settings: dict, devices: int, generation: str) -> list[tuple[str, list]]:
     """Fields of the script that are worth trying, with their values, in the order in which they are tried.
     generation: of the chips; what it has by itself is not tried again."""
     found: list[tuple[str, list]] = []
@@ -129,8 +131,9 @@ def candidates(settings: dict, devices: int, generation: str = "") -> list[tuple
     if isinstance(settings.get("compiler_options"), str):
         own = settings["compiler_options"]
         names = {word.lstrip("-").partition("=")[0] for word in own.split()}
-        tried = COMPILER_OPTIONS[1:] if generation == "v6e" else COMPILER_OPTIONS
-        more = [option for option in tried if option.partition("=")[0] not in names]
+        more = [option for option in COMPILER_OPTIONS if option.partition("=")[0] not in names]
+        if generation == "v6e":
+            more = [option for option in more if not option.endswith(f"={DEFAULT_KIB}")]
         found.append(("compiler_options", [own, *(f"{own} {option}".strip() for option in more)]))
     parts, batch = settings.get("gradient_accumulation_steps"), settings.get("global_batch_size")
     if isinstance(parts, int) and isinstance(batch, int):

@@ -517,11 +517,11 @@ def test_only_one_option_is_changed_when_asked():
 
 
 def test_only_options_that_the_script_has():
-    assert fastest.candidates({"mesh": 64, "learning_rate": 0.1}, 8) == []
-    names = [name for name, _ in fastest.candidates(SETTINGS, 1)]
+    assert fastest.candidates({"mesh": 64, "learning_rate": 0.1}, 8, "v5e") == []
+    names = [name for name, _ in fastest.candidates(SETTINGS, 1, "v5e")]
     assert "mesh" not in names and "global_batch_size" not in verdict.parse_only(None, False)
     own = SETTINGS | dict(compiler_options="xla_tpu_scoped_vmem_limit_kib=24576")
-    assert dict(fastest.candidates(own, 1))["compiler_options"] == [own["compiler_options"]]
+    assert dict(fastest.candidates(own, 1, "v5e"))["compiler_options"] == [own["compiler_options"]]
     for generation, least in (("v5e", "32768"), ("v6e", "65536")):  # v6e has 32,768 KiB by itself
         tried = dict(fastest.candidates(SETTINGS, 1, generation))["compiler_options"]
         assert tried[:2] == ["", f"xla_tpu_scoped_vmem_limit_kib={least}"]
@@ -532,9 +532,9 @@ def test_the_options_of_the_search_are_those_of_the_transformer():
     settings = as_json(parse_command_line(TransformerConfig, "", words)) | {"mesh": "8x1x1"}
 
     def meshes(**changes):
-        return dict(fastest.candidates(settings | changes, 8))["mesh"]
+        return dict(fastest.candidates(settings | changes, 8, "v5e"))["mesh"]
 
-    tried = fastest.candidates(settings, 8)
+    tried = fastest.candidates(settings, 8, "v5e")
     assert meshes() == meshes(num_experts=0) == ["8x1x1", "1x8x1", "2x4x1", "4x2x1", "4x1x2"]
     assert meshes(mesh="1x2x1x4", sequence_length=32768)[5:] == ["1x4x1x2", "1x2x1x4", "1x1x1x8"]
     assert meshes(num_experts=12)[5:] == ["1x4x1x1x2", "1x2x1x1x4"], "12 experts are not shared by 8 devices"

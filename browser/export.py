@@ -113,7 +113,14 @@ from browser.onnx_cached import CachedModel
 from browser.onnx_files import is_count, open_export, open_session
 from browser.onnx_graphs import export_graph, quantize, share_weights, store_half
 from language.data.tokenizer import Bytes, Numbers, Tokenizer
-from language.data.tokenizer_files import RUN_TOKENIZER, TEMPLATE, TOKENIZER_CONFIG
+from language.data.tokenizer_files import (
+    GENERATION_CONFIG,
+    RUN_TOKENIZER,
+    TEMPLATE,
+    TOKENIZER_CONFIG,
+    one_or_all,
+    rewrite,
+)
 from language.models import gpt, llama
 from language.options.llama_shape import LlamaShape
 from language.weights.run_weights import read_run
@@ -233,7 +240,8 @@ def chat_of(format: str, tokenizer: Tokenizer) -> dict:
 
 
 def write_tokenizer(source: Source, given: argparse.Namespace, folder: Path) -> str:
-    """ "bytes", "numbers" or "tokenizer.json", which is copied with the files beside it that belong to it."""
+    """ "bytes", "numbers" or "tokenizer.json", which is copied with the files beside it that belong to it; of a model's
+    config.json that is its end tokens."""
     if isinstance(source.tokenizer, Bytes):
         return "bytes"
     if isinstance(source.tokenizer, Numbers):
@@ -241,6 +249,8 @@ def write_tokenizer(source: Source, given: argparse.Namespace, folder: Path) -> 
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         if (path := source.tokenizer.path.parent / name).is_file():
             shutil.copyfile(path, folder / name)
+    ends = {"eos_token_id": one_or_all(source.tokenizer.end, source.tokenizer.stops)}
+    rewrite(folder / GENERATION_CONFIG, ends, {}, ())
     return "tokenizer.json"
 
 

@@ -22,7 +22,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from language.options.hf_config import SPECIAL_TOKENS, hugging_face_config, shape_of
+from language.options.hf_config import hugging_face_config, shape_of
 from language.options.llama_shape import LlamaShape
 from language.options.model_config import precision_of
 from language.options.shapes import ModelShape
@@ -88,7 +88,7 @@ from language.data.tokenizer_files import (
     write_json,
 )
 from language.models.layers import OF_EXPERTS
-from language.weights.hf_files import MOST_BYTES, open_weights, read_config, write_weights
+from language.weights.hf_files import ADAPTER_CONFIG, MOST_BYTES, open_weights, read_config, write_weights
 from language.weights.hf_layout import sources, their_tensors
 from language.weights.run_weights import PREFIX, adapter_names, longest_context, read_merged, read_parameter, read_run
 from language.weights.weight_loading import check_finite
@@ -150,8 +150,7 @@ def export(
 
     with written_aside(folder) as aside:
         write_weights(aside, shape, dtype, their_tensors(shape, merged), most_bytes)
-        written, ends = export_tokenizer(run_dir, config, aside)
-        known = special_tokens(config) | ends
+        written, known = export_tokenizer(run_dir, config, aside)
         described = hugging_face_config(shape, named(dtype), known)
         if isinstance(shape, LlamaShape):
             described["max_position_embeddings"] = longest_context(config)
@@ -205,7 +204,7 @@ def export_adapter(run_dir: Path, folder: Path, dtype: torch.dtype, checkpoint: 
     with written_aside(folder) as aside:
         stream_tensors(aside / "adapter_model.safetensors", kinds, tensors(), {"format": "pt"})
         write_json(
-            aside / "adapter_config.json",
+            aside / ADAPTER_CONFIG,
             {
                 "peft_type": "LORA",
                 "task_type": "CAUSAL_LM",
@@ -247,15 +246,6 @@ def adapters(shape: ModelShape) -> dict[str, list[tuple[str, int, tuple[int, int
             theirs = source.names[number * len(source.names) // count].removesuffix(".weight")
             found.setdefault(f"base_model.model.{theirs}", []).append((name, number, source.size[-2:]))
     return found
-
-
-def special_tokens(config: TransformerConfig) -> dict:
-    """Numbers of the tokens that begin and end a text, as far as the run knows them."""
-    if config.model_config:
-        found = json.loads(config.model_config)
-        return {name: found.get(name) for name in SPECIAL_TOKENS}
-    ends = {257: 256, 50257: 50256}.get(config.shape.vocab_size) if config.dataset != "synthetic" else None
-    return dict.fromkeys(SPECIAL_TOKENS[:2], ends)
 
 
 def check_room(target: Path, kinds: dict[str, Kind]) -> None:

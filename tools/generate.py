@@ -121,6 +121,8 @@ if __name__ == "__main__":  # a wrong option or file is answered before the seco
 
 import torch
 
+from language.data.entries import tell_once
+from language.data.tokenizer_files import GENERATION_CONFIG
 from language.generation.decoding import TOKENS, Cache, check_lengths, decode, decode_loop, generate, rows_of
 from language.models.int8 import scale_name
 from language.models.layers import Decoder
@@ -128,8 +130,23 @@ from language.weights.sources import Source, load, open_source, sampling_mesh, s
 from tpu_utils.device import Mesh, graphs_compiled, start_device
 from tpu_utils.step.graphs import FirstStep
 
+NEUTRAL = {"repetition_penalty": 1, "no_repeat_ngram_size": 0} | dict.fromkeys(
+    ("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
+)
+"""Of generation_config.json what changes the greedy tokens of transformers and is not done here; its value for none."""
+
+
+def tell_not_done(folder: Path) -> None:
+    path = folder / GENERATION_CONFIG
+    said = read_json(path, "a generation_config.json of Hugging Face's") if path.exists() else {}
+    found = [f"{name} {said[name]}" for name, none in NEUTRAL.items() if said.get(name, none) not in (None, none)]
+    if found:
+        tell_once(f"{path}: {', '.join(found)} makes other tokens in transformers; not applied here")
+
 
 def source_of(config: GenerateConfig) -> Source:
+    if config.hf:
+        tell_not_done(Path(config.hf))
     named = ("run_dir", "hf", "llmc", "checkpoint", "tokenizer", "precision", "chat_format")
     found = open_source(**{name: getattr(config, name) for name in named})
     longest = max(found.longest, found.shape.sequence_length)

@@ -70,10 +70,7 @@ def write_shards(prefix: str, documents: list[bytes], tokenizer: Tokenizer, shar
     """Before every document stands the end token; around it what the tokenizer puts there, if that is another one. A
     document may begin in one shard and end in the next, as in llm.c. Raises InputError where its text is lost."""
     dtype = np.uint16 if tokenizer.vocab_size <= MOST_SHORT_TOKENS else np.uint32
-    begin = [] if tokenizer.begin in (None, tokenizer.end) else [tokenizer.begin]
-    after = [] if tokenizer.after in (None, tokenizer.end) else [tokenizer.after]
-    first = np.array([tokenizer.end, *begin], dtype)
-    last = np.array(after, dtype)
+    first, last = (np.array(tokens, dtype) for tokens in tokenizer.around_document)
     parts = []
     lost = Counter()
     for document in documents:

@@ -23,6 +23,7 @@ from browser import export as exporting
 from browser import onnx_files, onnx_generate
 from browser.onnx_files import MODEL_JSON, open_export
 from browser.onnx_generate import Mulberry32, OnnxConfig, OnnxModel, choose
+from language.data.tokenizer import load_tokenizer
 from language.weights.sources import open_source
 from tpu_utils.base.errors import InputError, NonFiniteError
 
@@ -80,6 +81,17 @@ def test_a_prompt_in_chunks_and_token_by_token_has_pytorchs_logits(source, expor
 
 
 @pytest.mark.slow
+def test_an_end_that_only_the_models_configuration_names_goes_out(source, tmp_path):
+    theirs = shutil.copytree(source, tmp_path / "theirs")
+    (theirs / "tokenizer_config.json").unlink()
+    (theirs / "generation_config.json").unlink(missing_ok=True)
+    config = json.loads((theirs / "config.json").read_text()) | {"eos_token_id": 2}
+    (theirs / "config.json").write_text(json.dumps(config))
+    (tmp_path / "out").mkdir()
+    exporting.write_tokenizer(open_source(hf=str(theirs)), None, tmp_path / "out")
+    assert load_tokenizer(str(tmp_path / "out")).stops == {2}
+
+
 def test_what_does_not_fit_is_said(exported):
     model = OnnxModel(exported)
     with pytest.raises(InputError, match="has 120 tokens and 10 are to follow, but the context is 128"):

@@ -225,9 +225,9 @@ def chunks_of(texts: Iterator[str]) -> Iterator[list[str]]:
 
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
-    """Each text behind an end token, int32."""
-    end = np.array([tokenizer.end], np.int32)
-    return [np.concatenate([end, tokens], dtype=np.int32) for tokens in tokenizer.encode_documents(texts)]
+    """Each text with what stands around a document, int32."""
+    first, last = (np.array(tokens, np.int32) for tokens in tokenizer.around_document)
+    return [np.concatenate([first, each, last], dtype=np.int32) for each in tokenizer.encode_documents(texts)]
 
 
 class StreamRows:

@@ -78,6 +78,13 @@ class Tokenizer:
         """Without special tokens. Raises InputError for what is no text."""
         raise NotImplementedError
 
+    @property
+    def around_document(self) -> tuple[list[int], list[int]]:
+        """What a document of training has in front of it and behind it: the end token of the one before, and what
+        stands around a text, if that is another one."""
+        begin, after = ([] if token in (None, self.end) else [token] for token in (self.begin, self.after))
+        return [self.end, *begin], after
+
     def encode_around(self, text: str) -> list[int]:
         """With what it puts around a text."""
         begin, after = ([] if token is None else [token] for token in (self.begin, self.after))
@@ -123,7 +130,8 @@ class Bytes(Tokenizer):
 
 class FromFile(Tokenizer):
     """A tokenizer.json. Its end token is named by tokenizer_config.json, generation_config.json or config.json beside
-    it. Truncation and padding that the file asks for are switched off: they would lose text."""
+    it. Truncation, padding and dropout that the file asks for are off: they would lose text, or make other tokens each
+    time."""
 
     def __init__(self, path: Path):
         content = read_regular(path, EXPECTED, LARGEST_FILE)
@@ -132,15 +140,20 @@ class FromFile(Tokenizer):
             check_growth(self.tokenizer, path)
             self.tokenizer.no_truncation()
             self.tokenizer.no_padding()
+            if isinstance(self.tokenizer.model, tokenizers.models.BPE):
+                self.tokenizer.model.dropout = None
             self.tokenizer.encode_special_tokens = True  # special tokens in a text are text
             largest = max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
             added = self.tokenizer.get_added_tokens_decoder()
             front, behind = put_around(self.tokenizer)
         self.path, self.special = path, {token.content: number for number, token in added.items()}
         says = {name: read_json(path.parent / name, name) for name in BESIDE if (path.parent / name).exists()}
-        space, words = says.get(TOKENIZER_CONFIG, {}).get("add_prefix_space"), self.tokenizer.pre_tokenizer
+        self.kind = class_of(says)
+        # transformers believes tokenizer_config.json here; where it says nothing, all its classes but one say false
+        space = says.get(TOKENIZER_CONFIG, {}).get("add_prefix_space", None if self.kind == "Llama" else False)
+        words = self.tokenizer.pre_tokenizer
         if type(space) is bool and isinstance(words, pre_tokenizers.ByteLevel):
-            words.add_prefix_space = space  # transformers believes tokenizer_config.json here
+            words.add_prefix_space = space
         of_model = says.get("config.json", {}).get("vocab_size")
         self.vocab_size = max(largest + 1, of_model if type(of_model) is int else 0)
         if not 1 <= self.vocab_size <= LARGEST_VOCAB_SIZE:
@@ -155,19 +168,16 @@ class FromFile(Tokenizer):
         self.end, self.stops = named[0], frozenset(named)
         said = (self.vocab_size, self.end, front[0] if front else None)
         self.fingerprint = zlib.crc32(repr(said).encode(), zlib.crc32(content))
-        self.begin, self.after, self.prefix = self.around(front, behind, says)
+        self.begin, self.after, self.prefix = self.around(front, behind, says.get(TOKENIZER_CONFIG, {}))
         self._no_text = {unknown_token(self.tokenizer), *(n for n, token in added.items() if token.special)}
 
-    def around(self, front: list[int], behind: list[int], says: dict[str, dict]) -> tuple[int | None, int | None, int]:
-        """begin, after and prefix as transformers has them. front, behind: what tokenizer.json itself puts around."""
-        config = says.get(TOKENIZER_CONFIG, {})
-        model = says.get("config.json", {})
+    def around(self, front: list[int], behind: list[int], config: dict) -> tuple[int | None, int | None, int]:
+        """begin, after and prefix as transformers has them. front, behind: what tokenizer.json itself puts around.
+        config: what tokenizer_config.json says."""
         path = self.path.parent
-        kind = config.get("tokenizer_class") or model.get("tokenizer_class")
-        kind = str(kind or CLASS_OF_MODEL.get(str(model.get("model_type"))))
-        kind = kind.removesuffix("Fast").removesuffix("Tokenizer")
-        adds_begin = ADDS_BEGIN.get(kind)
-        bos, eos = self.numbers_of(config.get("bos_token", BEGINS.get(kind))), self.numbers_of(config.get("eos_token"))
+        adds_begin = ADDS_BEGIN.get(self.kind)
+        bos = self.numbers_of(config.get("bos_token", BEGINS.get(self.kind)))
+        eos = self.numbers_of(config.get("eos_token"))
         if adds_begin is not None:
             for wanted, token, found in (("add_bos_token", "bos_token", bos), ("add_eos_token", "eos_token", eos)):
                 if config.get(wanted) and not found:
@@ -233,6 +243,14 @@ class FromFile(Tokenizer):
 
     def token(self, name: str) -> int | None:
         return self.special.get(name)
+
+
+def class_of(says: dict[str, dict]) -> str:
+    """The class that transformers 4 makes of a tokenizer with these files beside it, such as Llama; "" if none says."""
+    model = says.get("config.json", {})
+    kind = says.get(TOKENIZER_CONFIG, {}).get("tokenizer_class") or model.get("tokenizer_class")
+    kind = str(kind or CLASS_OF_MODEL.get(str(model.get("model_type")), ""))
+    return kind.removesuffix("Fast").removesuffix("Tokenizer")
 
 
 def unknown_token(tokenizer: tokenizers.Tokenizer) -> int | None:

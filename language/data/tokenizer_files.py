@@ -16,6 +16,7 @@ from language.data import chat as chat_data
 from language.data.entries import matching
 from language.data.llmc_files import GPT2_VOCAB_SIZE
 from language.data.tokenizer import VOCABULARY_FOLDERS, FromFile, Tokenizer, load_tokenizer
+from language.options.hf_config import SPECIAL_TOKENS
 from language.options.shapes import BYTE_VOCAB_SIZE
 from language.options.transformer_options import TransformerConfig
 from tpu_utils.base.errors import InputError
@@ -124,15 +125,26 @@ def tokenizer_of_run(run_dir: Path, config: TransformerConfig) -> str:
         return config.tokenizer
     if config.dataset == "synthetic" and not config.model_config:
         return "numbers"
-    return {BYTE_VOCAB_SIZE: "bytes", GPT2_VOCAB_SIZE: "gpt2"}.get(config.shape.vocab_size, "")
+    return tokenizer_by_size(config.shape.vocab_size, places_of(run_dir, config))
+
+
+def tokenizer_by_size(vocab_size: int, folders: Iterable[Path]) -> str:
+    """ "bytes" or "gpt2", by the size of the vocabulary; "" for another size, and where a folder without a
+    tokenizer.json brings a vocabulary that is not GPT-2's: many have as many tokens."""
+    for folder in folders:
+        brought = [name for name in ("vocab.json", "tokenizer.model") if (folder / name).exists()]
+        gpt2 = load_tokenizer("gpt2").tokenizer.get_vocab() if brought else {}
+        if brought[:1] == ["tokenizer.model"] or (brought and read_json(folder / "vocab.json", EXPECTED) != gpt2):
+            return ""
+    return {BYTE_VOCAB_SIZE: "bytes", GPT2_VOCAB_SIZE: "gpt2"}.get(vocab_size, "")
 
 
 # ------------------------------------------------------------------------------------------------------ what is written
 
 
 def export_tokenizer(run_dir: Path, config: TransformerConfig, target: Path) -> tuple[list[str], dict[str, Any]]:
-    """Write the files of a run's tokenizer. Returns their names, and the end tokens that config.json has to name: {}
-    where those of the run are right. Raises InputError for files that cannot be read."""
+    """Write the files of a run's tokenizer. Returns their names, and the SPECIAL_TOKENS that config.json has to name,
+    as far as they are known. Raises InputError for files that cannot be read."""
     name, written = tokenizer_of_run(run_dir, config), []
     if name not in (*BUILT_IN, "") and Path(name).exists():
         written = copy_tokenizer(Path(name).parent, target)
@@ -143,23 +155,40 @@ def export_tokenizer(run_dir: Path, config: TransformerConfig, target: Path) -> 
         written = next(filter(None, (copy_tokenizer(place, target) for place in places_of(run_dir, config))), [])
     if name in ("bytes", "gpt2") and not VOCABULARIES & set(written):
         written = [*copy_tokenizer(VOCABULARY_FOLDERS / name, target), *written]
-    if config.dataset != "chat" or TOKENIZER_JSON not in written:
-        return written, {}
-    return name_format(target, written, config.chat_format, load_tokenizer(name))
+    of_model = json.loads(config.model_config) if config.model_config else {}
+    known = {token: of_model.get(token) for token in SPECIAL_TOKENS}
+    if TOKENIZER_JSON not in written or (of_model and config.dataset != "chat"):
+        return written, known
+    tokenizer = load_tokenizer(name)
+    if not of_model:
+        known |= {"bos_token_id": tokenizer.prefix, "eos_token_id": one_or_all(tokenizer.end, tokenizer.stops)}
+    if config.dataset == "chat":
+        written, end = name_format(target, written, config.chat_format, tokenizer)
+        return written, known | end
+    if isinstance(tokenizer, FromFile) and not tokenizer.kind:  # its readers would take the class of the model
+        named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.decode([tokenizer.end])}
+        rewrite(target / TOKENIZER_CONFIG, {}, named, ())
+        written = list(dict.fromkeys([*written, TOKENIZER_CONFIG]))
+    return written, known
+
+
+def one_or_all(first: int, tokens: Iterable[int]) -> int | list[int]:
+    """As eos_token_id has them."""
+    numbers = [first, *sorted({*tokens} - {first})]
+    return first if len(numbers) == 1 else numbers
 
 
 def name_format(
     target: Path, written: list[str], format: str, tokenizer: Tokenizer
 ) -> tuple[list[str], dict[str, Any]]:
     """Make files that were copied name the format of a run's conversations: its template, and all that ends an answer
-    in training. Returns as export_tokenizer()."""
+    in training. Returns the files, and the end tokens that config.json has to name."""
     format = chat_data.choose_format(format, tokenizer)
     first = chat_data.end_of_answer(format, tokenizer)
-    numbers = [first, *sorted((chat_data.stop_tokens(format, tokenizer) | tokenizer.stops) - {first})]
     named = {"eos_token": tokenizer.decode([first]) or END}
     if format == "plain":  # its template begins with what the tokenizer puts before a text, and with nothing else
         named["bos_token"] = None if tokenizer.begin is None else tokenizer.decode([tokenizer.begin]) or END
-    end = {"eos_token_id": numbers[0] if len(numbers) == 1 else numbers}
+    end = {"eos_token_id": one_or_all(first, chat_data.stop_tokens(format, tokenizer) | tokenizer.stops)}
     # an older template in there would be a second one; without a class its readers would take that of the model
     rewrite(target / TOKENIZER_CONFIG, named, {"tokenizer_class": "PreTrainedTokenizerFast"}, ("chat_template",))
     if SPECIAL_TOKENS_MAP in written:

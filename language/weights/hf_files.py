@@ -24,6 +24,7 @@ from tpu_utils.checkpoint.state import LONGEST_HEADER, Kind
 from tpu_utils.checkpoint.streaming import stream_tensors
 from tpu_utils.checkpoint.tensor_reading import read_header
 
+ADAPTER_CONFIG = "adapter_config.json"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MOST_BYTES = 5 * 10**9  # largest file of weights that is written, in bytes, as Hugging Face has it
@@ -75,6 +76,11 @@ def open_weights(folder: Path, shape: ModelShape | None = None) -> HuggingFaceWe
     """Check a folder: configuration, files, names, shapes and types, by their headers alone. shape: the model that the
     weights have to fit, whose context may be shorter than theirs; None: that of config.json. Raises InputError."""
     folder = Path(folder)
+    if (folder / ADAPTER_CONFIG).exists():  # transformers would apply it, whatever stands beside it
+        raise InputError(
+            f"{folder} has {ADAPTER_CONFIG}, an adapter of peft's; expected merged weights; merge it with peft's "
+            "merge_and_unload(), or copy the folder without it"
+        )
     own = shape_of(read_config(folder), str(folder / CONFIG))
     if shape is not None:
         check_shape(folder, own, shape)

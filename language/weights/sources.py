@@ -8,14 +8,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from language.data.llmc_files import GPT2_VOCAB_SIZE
 from language.data.tokenizer import Numbers, Tokenizer, load_tokenizer
-from language.data.tokenizer_files import tokenizer_of_run
+from language.data.tokenizer_files import tokenizer_by_size, tokenizer_of_run
 from language.models import gpt, llama
 from language.models.int8 import scale_name
 from language.models.layers import Decoder, is_matrix, split_layers
 from language.options.llama_shape import LlamaShape
-from language.options.shapes import BYTE_VOCAB_SIZE, ModelShape
+from language.options.shapes import ModelShape
 from language.weights.hf_files import open_weights
 from language.weights.llmc_weights import read_model
 from language.weights.run_weights import longest_context, read_merged, read_run
@@ -67,8 +66,8 @@ def open_source(
         read = lambda name: read_merged(saved, name, trained)  # noqa: E731
         dtype, of_run = getattr(torch, trained.precision), trained.chat_format
         trained_here = saved.step > 0  # at step 0 tools.convert_hf has made it
-    name = tokenizer or own or {BYTE_VOCAB_SIZE: "bytes", GPT2_VOCAB_SIZE: "gpt2"}.get(shape.vocab_size)
-    tokenizer = Numbers(shape.vocab_size) if name in (None, "numbers") else load_tokenizer(name)
+    name = tokenizer or own or tokenizer_by_size(shape.vocab_size, [Path(hf)] if hf else [])
+    tokenizer = Numbers(shape.vocab_size) if name in ("", "numbers") else load_tokenizer(name)
     # our training puts an end token before each document; a model from elsewhere gets what its tokenizer puts around
     start = tokenizer.end if tokenizer.begin is None and trained_here else tokenizer.begin
     after = None if trained_here else tokenizer.after

@@ -356,6 +356,13 @@ def test_float16_comes_in_without_rounding(folder, tmp_path):
     assert_identical(tensors_in(tmp_path / "back"), {n: t.float() for n, t in tensors_in(folder).items()})
 
 
+def test_an_adapter_beside_the_weights_is_not_left_out_silently(folder, tmp_path):
+    both = shutil.copytree(folder, tmp_path / "both")
+    (both / "adapter_config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"both has adapter_config.json.*merge_and_unload"):
+        open_weights(both)
+
+
 def test_a_context_may_be_shorter_but_not_longer(folders):
     shape = KINDS["gpt2"]
     shorter = open_weights(folders("gpt2"), dataclasses.replace(shape, sequence_length=10))

@@ -415,6 +415,16 @@ def test_a_chat_goes_through_its_format(prompted, tmp_path):
     assert code == 2 and b"the tokenizer has no token <|im_start|>" in err
 
 
+def test_what_a_folder_asks_for_that_is_not_done_is_said(tmp_path, capsys):
+    said = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 0, "eos_token_id": 3}
+    (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    tool.tell_not_done(tmp_path)
+    assert "repetition_penalty 1.3 makes other tokens" in capsys.readouterr().err
+    (tmp_path / "generation_config.json").write_text(json.dumps(said | {"repetition_penalty": 1.0}))
+    tool.tell_not_done(tmp_path)
+    assert not capsys.readouterr().err
+
+
 def test_a_folder_of_hugging_face_from_end_to_end(tmp_path, capsys):
     """Its own tokenizer, with what that puts in front of a text; the same tokens as their library's."""
     folder = trained(tmp_path, begins=True)

@@ -276,13 +276,16 @@ def test_what_cannot_work_is_said_before_torch_is_imported(corpus, changes, said
         load_sequences(config)
 
 
-def test_tokens_are_those_of_the_tokenizer_document_by_document(tmp_path, corpus, capsys):
+@pytest.mark.parametrize("begins", [False, True])
+def test_tokens_are_those_of_the_tokenizer_document_by_document(tmp_path, corpus, capsys, begins):
+    """A begin token too: samples and what others make of an export start with it."""
     folder, _ = corpus
-    path = str(trained(tmp_path))
+    path = str(trained(tmp_path, begins=begins))
     config = config_of(folder, tokenizer=path, vocab_size=300, stream_lanes=1, validation_data="val.jsonl")
     reading = streams.reading_of(config)
     tokenizer, (window,) = load_tokenizer(path), islice(streams.windows_of(reading, 0, Position()), 1)
-    expected = [token for text in window.texts for token in (tokenizer.end, *tokenizer.encode(text))]
+    expected = [token for text in window.texts for token in (tokenizer.end, *tokenizer.encode_around(text))]
+    assert len(tokenizer.encode_around("")) == begins
     batches, _ = batches_of(config, 1, range(2))
     found = np.concatenate(batches)[:, :-1].reshape(-1)[: len(expected)].tolist()
     assert found == expected[: len(found)] and len(found) > 100

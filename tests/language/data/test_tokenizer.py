@@ -55,6 +55,38 @@ def test_a_tokenizer_of_a_folder(tmp_path):
     assert load_tokenizer(str(trained(tmp_path))).begin is None
 
 
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"tokenizer_config": {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|end|>"}},
+        {"tokenizer_config": {"tokenizer_class": "LlamaTokenizerFast", "eos_token": "<|end|>"}},
+        {"tokenizer_config": {"eos_token": "<|end|>", "add_prefix_space": True}, "config": {"model_type": "qwen2"}},
+        {"tokenizer_config": {"eos_token": "<|end|>"}, "config": {"model_type": "qwen3"}},
+        {"tokenizer_config": {"eos_token": "<|end|>"}, "config": {"model_type": "llama"}},
+    ],
+)
+def test_a_space_before_a_text_is_there_where_transformers_puts_one(tmp_path, beside):
+    """tokenizer.json asks for one, as the tokenizers library does where nobody says otherwise."""
+    transformers = pytest.importorskip("transformers")
+    folder = trained(tmp_path, **beside)
+    written = json.loads((folder / "tokenizer.json").read_text()) | {"truncation": None, "padding": None}
+    written["pre_tokenizer"]["add_prefix_space"] = True
+    (folder / "tokenizer.json").write_text(json.dumps(written))
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    assert load_tokenizer(str(folder)).encode("to be") == theirs("to be", add_special_tokens=False).input_ids
+
+
+def test_dropout_is_off(tmp_path):
+    """It made other tokens of one text each time, and so no run could be resumed."""
+    trained(tmp_path)
+    plain = load_tokenizer(str(tmp_path)).encode(TEXT)
+    written = json.loads((tmp_path / "tokenizer.json").read_text())
+    written["model"]["dropout"] = 0.5
+    (tmp_path / "tokenizer.json").write_text(json.dumps(written))
+    found = load_tokenizer(str(tmp_path))
+    assert [found.encode(TEXT) for _ in range(5)] == [plain] * 5
+
+
 LLAMA, GPT = {"tokenizer_class": "LlamaTokenizerFast"}, {"tokenizer_class": "GPT2TokenizerFast"}
 BOTH = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
 

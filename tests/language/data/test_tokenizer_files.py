@@ -17,7 +17,13 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from language.data.chat import FORMATS, TEMPLATES, format_chat, prompt_of_chat, stop_tokens
 from language.data.llmc_files import write_token_shard
 from language.data.tokenizer import Bytes, load_tokenizer
-from language.data.tokenizer_files import export_tokenizer, keep_with_shards, reads_as_trained, tokenizer_of_run
+from language.data.tokenizer_files import (
+    export_tokenizer,
+    keep_with_shards,
+    reads_as_trained,
+    tokenizer_by_size,
+    tokenizer_of_run,
+)
 from language.data.tokens import check as check_shards
 from language.generation.decoding import generate
 from language.generation.sampling import SamplingOptions, ask
@@ -138,14 +144,44 @@ def test_a_templated_conversation_has_the_tokens_of_training(base, olmo2, tmp_pa
 def test_what_a_run_of_other_data_copies_stays_as_it_is(base, tmp_path):
     tmp_path = tmp_path / "out"
     tmp_path.mkdir()
-    written, ends = export_tokenizer(tmp_path / "run", config_of(base, "auto", dataset="tokens"), tmp_path)
-    assert ends == {} and written
+    written, known = export_tokenizer(tmp_path / "run", config_of(base, "auto", dataset="tokens"), tmp_path)
+    assert known == {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None} and written
     assert all((tmp_path / name).read_bytes() == (base / name).read_bytes() for name in written)
+
+
+@pytest.mark.parametrize("vocab_size", [0, 324])
+def test_a_tokenizer_of_ones_own_names_its_end_and_is_no_llamas(base, tmp_path, vocab_size):
+    """A run of a stream named the end of GPT-2, or none; a bare tokenizer.json got a token outside of the model."""
+    (tmp_path / "own").mkdir()
+    shutil.copy(base / "tokenizer.json", tmp_path / "own")
+    named = dict(dataset="stream", model_size="llama_tiny", train_data="a.jsonl", vocab_size=vocab_size)
+    config = TransformerConfig(tokenizer=str(tmp_path / "own"), **named)
+    (tmp_path / "out").mkdir()
+    _, known = export_tokenizer(tmp_path / "run", config, tmp_path / "out")
+    assert known == {"bos_token_id": 0, "eos_token_id": [0, 13], "pad_token_id": None}, "</s> too"
+    shape = LlamaShape(**vars(SHAPE) | dict(vocab_size=324))
+    (tmp_path / "out" / "config.json").write_text(json.dumps(hugging_face_config(shape, tokens=known)))
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path / "out"), load_tokenizer(config.tokenizer)
+    assert theirs("to be").input_ids == ours.encode("to be") and theirs.eos_token_id == ours.end == 0
+    assert load_tokenizer(str(tmp_path / "out")).encode_around("to be") == ours.encode("to be")
+
+
+def test_another_vocabulary_of_gpt2s_size_is_not_gpt2s(tmp_path):
+    gpt2 = load_tokenizer("gpt2").tokenizer.get_vocab()
+    for name, vocabulary in (("theirs", gpt2), ("other", {f"{number:x}": number for number in range(50257)})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "vocab.json").write_text(json.dumps(vocabulary))
+    (tmp_path / "sentencepiece").mkdir()
+    (tmp_path / "sentencepiece" / "tokenizer.model").write_bytes(b"x")
+    found = [tokenizer_by_size(50257, [tmp_path / name]) for name in ("theirs", "other", "sentencepiece", "none")]
+    assert found == ["gpt2", "", "", "gpt2"] and tokenizer_by_size(257, []) == "bytes"
 
 
 def test_a_tokenizer_that_puts_a_space_before_each_text_is_named(base, tmp_path):
     """Llama 2's does: a template's text has one such space, a conversation in parts several."""
     spaced = Path(shutil.copytree(base, tmp_path / "spaced"))
+    said = json.loads((base / "tokenizer_config.json").read_text()) | {"add_prefix_space": True}
+    (spaced / "tokenizer_config.json").write_text(json.dumps(said))
     changed = tokenizers.Tokenizer.from_file(str(base / "tokenizer.json"))
     changed.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     changed.save(str(spaced / "tokenizer.json"))

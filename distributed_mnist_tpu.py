@@ -75,7 +75,7 @@ def build_model(config: DistributedMnistConfig, dataset) -> nn.Module:
 def shard(tensors, mesh: Mesh) -> None:
     """Shard each tensor along its first axis that the devices divide evenly."""
     for tensor in tensors:
-        fitting = [axis for axis, size in enumerate(tensor.shape) if size % mesh.size() == 0]
+        fitting = [axis for axis, size in enumerate(tensor.shape) if tensor.numel() and size % mesh.size() == 0]
         sharded = min(fitting, default=None)  # None: replicated
         mark_sharding(tensor, mesh, tuple("data" if axis == sharded else None for axis in range(tensor.dim())))
 

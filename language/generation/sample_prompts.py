@@ -22,6 +22,8 @@ def sampling_options(config: TransformerConfig, step: int) -> SamplingOptions:
 
 def ask_of_run(config: TransformerConfig) -> tuple[Tokenizer, Asked]:
     """Raises InputError for prompts that the model cannot read, or a tokenizer that nobody knows."""
+    if not config.sample_prompts:
+        raise InputError("sample_prompts is empty; expected a text or more; leave it out for one that is empty")
     if config.dataset == "chat":
         tokenizer = tokenizer_of(config)
     else:

@@ -117,10 +117,18 @@ def sums_over_parts(model, function: Callable, sums: list, constants: list, part
     sums of its own, and these are added up once, after the loop. The partitioner would do it in each turn.
     """
     mesh = model.mesh
+    before = {name: (id(buffer), buffer._version) for name, buffer in model.named_buffers()}
 
     def add(carry, part):
         constants = carry[len(sums) :]
-        return [a + b for a, b in zip(carry, function(constants, part), strict=False)] + constants, []
+        found = function(constants, part)
+        for name, buffer in model.named_buffers() if IS_XLA else ():
+            if before.get(name) != (id(buffer), buffer._version):  # written on placeholders, once for all turns
+                raise InputError(
+                    f"buffer {name} changes with --gradient_accumulation_steps, in a loop of the graph; expected one "
+                    "that stays; leave accumulation out, or change it after the sums"
+                )
+        return [a + b for a, b in zip(carry, found, strict=False)] + constants, []
 
     carry = [*sums, *(constant.detach() for constant in constants)]
     if mesh is None or not IS_XLA:

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -350,3 +351,11 @@ def test_the_scripts_hold_the_same_model_and_evaluation():
             assert definitions(name)[one] == simple[one], (name, one)
     spmd, resnet = definitions("distributed_mnist_tpu.py"), definitions("resnet_cifar_tpu.py")
     assert spmd["eval_step"] == resnet["eval_step"]
+
+
+def test_a_parameter_without_values_is_replicated(monkeypatch):
+    """Sharded it had no shards, and the first save failed."""
+    specs = []
+    monkeypatch.setattr(script, "mark_sharding", lambda tensor, mesh, spec: specs.append(spec))
+    script.shard([torch.zeros(0, 16), torch.zeros(3, 0), torch.zeros(3, 8)], SimpleNamespace(size=lambda: 8))
+    assert specs == [(None, None), (None, None), (None, "data")]

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from tpu_utils import device
+from tpu_utils.base.errors import InputError
 from tpu_utils.base.writing import checksum_of, write_atomically
 
 DTYPES = {"BOOL": torch.bool, "BF16": torch.bfloat16}
@@ -182,6 +183,12 @@ class Tracked:
 
     def __init__(self, parts: dict[str, Any]):
         self.parts, self.metrics = parts, parts.get("metrics")  # the DeviceMetrics among the parts, None without one
+        for path, tensor in tensors_by_path({name: _tensors_of(part) for name, part in parts.items()}).items():
+            if tensor.dtype not in NAMES:
+                raise InputError(
+                    f"{path} is {tensor.dtype}, which a checkpoint cannot hold; expected another type, such as "
+                    "torch.view_as_real of it, or a buffer with persistent=False, which is not saved"
+                )
 
     def fill(self, restore: Callable[[dict[str, Any]], None]) -> None:
         """Fill every part in place by restore(parts). The generators are set later, by set_random_state()."""

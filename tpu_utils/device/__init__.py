@@ -34,8 +34,18 @@ else:
 if TYPE_CHECKING:
     from tpu_utils.options.train_config import TrainConfig
 
+
+def _swap_tensors(old: torch.Tensor, new: torch.Tensor, swap: Callable = torch.utils.swap_tensors) -> None:
+    """With the attributes and hooks of the old one, which torch 2.9 swaps away (torch/utils/__init__.py)."""
+    attributes, hooks, after = dict(vars(old)), old._backward_hooks, old._post_accumulate_grad_hooks
+    swap(old, new)
+    vars(old).update(attributes)
+    old._backward_hooks, old._post_accumulate_grad_hooks = hooks, after
+
+
 # else model.to(device) makes two of a parameter that stands in two places, as tied weights do
 torch.__future__.set_swap_module_params_on_conversion(True)
+torch.utils.swap_tensors = _swap_tensors
 
 
 def start_device(config: "TrainConfig", join: Callable[[], Any] = lambda: None) -> tuple[torch.device, Any]:

@@ -57,7 +57,7 @@ class OptimizerOptions:
     """Examples per optimizer step, over all devices and hosts."""
     optimizer: Literal["sgd", "adam", "adamw"] = "adamw"
     """Optimizer that updates the weights."""
-    learning_rate: Annotated[float, Range("(0, inf)")] = 1e-3
+    learning_rate: Annotated[float, Range("(0, 3e38]")] = 1e-3
     """Peak learning rate."""
     momentum: Annotated[float, Range("[0, 1)"), NoEffect("optimizer", "adam", "adamw")] = 0.9
     """Momentum of SGD."""

@@ -36,6 +36,13 @@ def check_model(model: nn.Module, dataset, evaluate: Callable | None = None, run
     of which num_classes says whether they are classes (None: they are not). evaluate(model, batches, run): the
     script's; a batch is those arrays and a mask. The training step is tried when the run calls it for the first time.
     """
+    for name, module in model.named_modules():
+        computed = [key for key, value in vars(module).items() if isinstance(value, torch.Tensor) and value.grad_fn]
+        if computed:
+            raise InputError(
+                f"{f'{name}.{computed[0]}'.lstrip('.')} was computed from parameters when the model was built, as "
+                "torch.nn.utils.weight_norm does, and stays behind when they move; expected it computed in forward"
+            )
     rows = examples_of(dataset)
     flops = flops_of(model, [array[:2] for array in rows[:-1] or rows])
     if evaluate and run:

@@ -91,6 +91,7 @@ def test_seeds_come_from_the_step():
     [
         (dict(sample_prompts=("1 " * 100,)), "has 100 tokens; expected 1 to 65: the model reads 128"),
         (dict(sample_prompts=("",)), "'' has 0 tokens"),
+        (dict(sample_prompts=()), "sample_prompts is empty"),
         (dict(sample_prompts=("64",)), "token 64 of '64' is outside the vocabulary of 64"),
         (dict(sample_prompts=("words",)), "expected token numbers"),
     ],

@@ -8,10 +8,11 @@ import torch
 import torch_xla
 from processes import run
 from test_llama_parity import QWEN3
+from torch import nn
 
 from language.models.llama import Llama
 from language.xla.device_loop import DeviceLoop
-from language.xla.loops import loop_in_graph
+from language.xla.loops import loop_in_graph, sums_over_parts
 from language.xla.saved_activations import LEVELS, LayerExecution
 from tpu_utils.base.errors import InputError
 from tpu_utils.device import graphs_compiled, transfers_to_device
@@ -60,9 +61,26 @@ def test_random_numbers_of_a_loop_are_refused():
         loop_in_graph(lambda carry, row: ([carry[0] + torch.rand_like(row[0]).sum()], []), [x[0, 0]], [x])
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_buffer_that_a_turn_changes_is_refused(replaced):
+    """It changed once for all turns, or the process ended in a segmentation fault."""
+    model = nn.Module()
+    model.mesh = None
+    model.register_buffer("seen", torch.zeros(()).to(torch_xla.device()))
+    x = torch.ones(2, 3).to(torch_xla.device())
+
+    def turn(constants, part):
+        model.seen = model.seen + 1 if replaced else model.seen.add_(part[0].sum())
+        return [part[0].sum()]
+
+    with pytest.raises(InputError, match="buffer seen changes with --gradient_accumulation_steps"):
+        sums_over_parts(model, turn, [x[0, 0]], [], [x])
+    torch_xla.sync()
+
+
 AFTER_AN_ERROR = """
 import torch, torch_xla
-from language.xla.loops import loop_in_graph
+from language.xla.loops import loop_in_graph, sums_over_parts
 x = torch.ones(2, 3).to(torch_xla.device())
 kept = []
 def body(carry, row):

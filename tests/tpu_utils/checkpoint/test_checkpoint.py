@@ -15,10 +15,12 @@ import torch
 import torch_xla
 from mutations import a_full_disk
 from run_files import reader_of
+from torch import nn
 
 import tpu_utils.checkpoint
-from tpu_utils.base.errors import CheckpointError, DamagedCheckpoint, NonFiniteError, SaveError
+from tpu_utils.base.errors import CheckpointError, DamagedCheckpoint, InputError, NonFiniteError, SaveError
 from tpu_utils.checkpoint import Checkpoints
+from tpu_utils.checkpoint.state import Tracked
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +57,15 @@ def test_checkpoint_round_trip_and_keep(tmp_path):
     assert nothing.load_for_resume("auto") is None
     with pytest.raises(CheckpointError, match="holds no complete checkpoint; check the name"):
         nothing.load_for_resume("must")
+
+
+def test_what_no_checkpoint_can_hold_is_refused_before_the_first_step():
+    model = nn.Module()
+    model.register_buffer("rope", torch.polar(torch.ones(2), torch.ones(2)))
+    with pytest.raises(InputError, match=r"^model/rope is torch.complex64, which a checkpoint cannot hold; expected"):
+        Tracked({"model": model})
+    model.register_buffer("rope", model.rope, persistent=False)
+    Tracked({"model": model})
 
 
 def test_a_folder_without_its_marker_is_not_a_checkpoint(tmp_path):

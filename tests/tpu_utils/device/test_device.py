@@ -1,11 +1,14 @@
 """The device of a run: chips on the bus, refusals, exit codes."""
 
 import random
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+import torch_xla
 from small_models import Flat, Normed, Vision
 from torch import nn
 
@@ -58,6 +61,41 @@ def test_exit_codes_and_messages(capsys, monkeypatch):
         run_script(bad)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [F.elu, partial(F.elu, alpha=0.5), F.selu, torch.selu, partial(F.celu, alpha=2.0), nn.ELU(1.3, inplace=True)],
+)
+def test_gradients_of_elu_are_those_of_pytorch(function):
+    """torch_xla's were of its input taken for its result, without a word."""
+    found = []
+    for where in ("cpu", torch_xla.device()):
+        x = torch.tensor([-2.0, -0.5, 0.0, 0.5, 3.0]).to(where).requires_grad_()
+        value = function(x * 1)
+        (first,) = torch.autograd.grad(value.square().sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), x)
+        found.append(torch.stack([value, first, second]).detach().cpu())
+    torch.testing.assert_close(*found)
+
+
+def test_hooks_and_attributes_of_a_parameter_move_with_it():
+    """Masks of gradients and marks such as _no_weight_decay stayed behind, and all weights were trained alike."""
+    model = nn.Linear(2, 1)
+    model.tied = nn.Linear(2, 1)
+    model.tied.weight = model.weight
+    model.weight._no_weight_decay = True
+    masked = model.weight.register_hook(lambda gradient: gradient * 0)
+    model.bias.register_post_accumulate_grad_hook(lambda bias: setattr(bias, "grad", bias.grad * 3))
+    model.to(torch_xla.device())
+    assert model.weight._no_weight_decay and model.tied.weight is model.weight
+    gradients = []
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.ones(1, 2, device=torch_xla.device())).sum().backward()
+        gradients.append((model.weight.grad.cpu().tolist(), model.bias.grad.cpu().tolist()))
+        masked.remove()
+    assert gradients == [([[0, 0]], [3]), ([[1, 1]], [3])]
+
+
 # ------------------------------------------------------------------------------- the model, before anything is compiled
 COLOUR, CLASSES = np.zeros((2, 3, 8, 8), np.float32), np.zeros(2, np.int32)
 FLAT, TARGETS = np.zeros((2, 6), np.float32), np.zeros(2, np.float32)
@@ -92,6 +130,7 @@ class TwoInputs(nn.Module):
         (lambda: Normed(8, 0, 0), COLOUR[:, 0], CLASSES, 5, r"does not take .* pictures with channels first"),
         (lambda: Vision(16, 0, 0), COLOUR, CLASSES, 5, "Wrong image height! Expected 16 but got 8"),
         (lambda: nn.BatchNorm1d(6), FLAT[:1], CLASSES[:1], 4, "Expected more than 1 value per channel"),
+        (lambda: nn.utils.weight_norm(Flat(6).head), FLAT, CLASSES, 4, "^weight was computed from parameters when"),
         (TwoInputs, FLAT, CLASSES, 4, "missing 1 required positional argument: 'positions'"),
         (Asserting, FLAT, CLASSES, 4, r"does not take a batch of images float32 \(2, 6\): AssertionError; expected"),
         (lambda: Returning(lambda logits: None), FLAT, CLASSES, 4, "the model returns NoneType for images"),

@@ -154,7 +154,7 @@ def test_a_default_of_a_subclass_stands_against_its_parents_presets_and_level(ca
     options = ["--optimization_level=conservative", "--learning_rate=2"]
     config = parse_command_line(TunedConfig, "", options)
     assert (config.learning_rate, config.precision) == (2, "float32")
-    with pytest.raises(InputError, match=r"learning_rate is -1\.0; expected a finite number above 0"):
+    with pytest.raises(InputError, match=r"learning_rate is -1\.0; expected 0 < learning_rate <= 3e38"):
         parse_command_line(TunedConfig, "", ["--learning_rate=-1"])
     with pytest.raises(SystemExit):
         parse_command_line(TunedConfig, "", ["--help"])
@@ -228,7 +228,7 @@ def test_annotations_as_text_are_understood():
     [
         # a value that cannot work
         (MnistConfig, ["--num_epochs", "0"], "num_epochs is 0; expected 1 or more"),
-        (MnistConfig, ["--learning_rate", "nan"], "learning_rate is nan; expected a finite number above 0"),
+        (MnistConfig, ["--learning_rate", "nan"], "learning_rate is nan; expected 0 < learning_rate <= 3e38"),
         (MnistConfig, ["--momentum", "1"], "momentum is 1.0; expected 0 <= momentum < 1"),
         (MnistConfig, ["--log_every", "1000001"], "log_every is 1000001; expected 1 <= log_every <= 1000000"),
         (MnistConfig, ["--profile_steps", "5:5"], "FIRST:LAST"),

@@ -156,6 +156,7 @@ def _accepted(
         operations_without_estimate=dict(unpriced.most_common()),
         ruled_ms=ruled_ms(computations, topology),
         left_out=left_out(computations, topology),
+        assumed=reading.assumed(computations),
         moved_bytes=moved_bytes(computations),
         costliest_operations=reading.read_operations(computations, hardware.clock_ghz * 1e6) if traced.given else [],
         costliest_lines=[(line, c / hardware.clock_ghz / 1e6) for line, c in cycles.most_common(10)],
@@ -288,8 +289,9 @@ def argument_bytes(traced: Traced) -> dict[str, int]:
         inputs = zip(traced.roles, main.arguments, main.arg_attrs, traced.shardings, strict=True)
         for role, argument, attributes, marked in inputs:
             kind = ir.RankedTensorType(argument.type)
-            bits = re.search(r"(\d+)$", str(kind.element_type))
-            size = math.prod(kind.shape) * max(1, int(bits[1]) // 8 if bits else 4)
+            element = str(kind.element_type)  # such as bf16, i1, f8E4M3FN or complex<f32>
+            size = math.prod(kind.shape) * max(1, int(re.search(r"\d+", element)[0]) // 8)
+            size *= 2 if element.startswith("complex") else 1
             sharding = next((str(a.attr) for a in attributes if a.name == "mhlo.sharding"), marked)
             tiles = re.search(r"devices=\[([\d,]+)\]", sharding)
             if tiles:

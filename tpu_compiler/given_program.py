@@ -80,7 +80,8 @@ def read_program(path: Path) -> Traced:
     is_binary = b"\0" in content[:4096] or content.startswith(b"ML\xef")
     text = "" if is_binary else content.decode(errors="replace")
     try:
-        if re.match(r"(\s*//[^\n]*\n)*\s*HloModule\b", text):
+        if begins := re.match(r"(\s*//[^\n]*\n)*\s*(?=HloModule\b)", text):
+            text = text[begins.end() :]
             if re.search(OPTIMIZED, text, re.MULTILINE):
                 raise InputError(f"{path} was optimized already; expected {EXPECTED}; {HOW}")
             hlo = hlo_of_text(text)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import itertools
 import re
 import resource
 import struct
@@ -20,7 +21,7 @@ from jax.extend.mlir import ir
 from tpu_compiler.compile import newest_child
 from tpu_compiler.compile.newest import request_of, slice_of
 from tpu_compiler.compile.traced import Traced
-from tpu_compiler.estimate.reading import with_source_lines
+from tpu_compiler.estimate.reading import COLLECTIVES, with_source_lines
 from tpu_utils.base.errors import OTHERS
 from tpu_utils.base.hardware import GIB, Topology, parse_topology
 from tpu_utils.options.virtual_slice import quiet_libtpu
@@ -94,18 +95,24 @@ def hlo_of_text(text: str) -> bytes:
     compiler refuses to be told both ways.
     """
     header = text.partition("\n")[0]
-    module = _jax.hlo_module_from_text(text.replace(header, re.sub(rf"{OVERWRITTEN},? ?", "", header), 1))
+    text = text.replace(header, re.sub(rf"{OVERWRITTEN},? ?", "", header), 1)
+    numbers = itertools.count(1)
+    collective = rf"( (?:{'|'.join(COLLECTIVES)})(?:-start)?\(.*\bchannel_id=)\d+"
+    text = re.sub(collective, lambda found: f"{found[1]}{next(numbers)}", text)  # as in hlo_of_stablehlo()
+    module = _jax.hlo_module_from_text(text)
     return module.as_serialized_hlo_module_proto()
 
 
 def hlo_of_stablehlo(content: bytes) -> tuple[bytes, str]:
     """(as of hlo_of_text, HLO text) of StableHLO: text, bytecode, a portable artifact, or what jax.export wrote."""
     if content.startswith(b"ML\xefR"):
-        content = _jax.mlir.deserialize_portable_artifact(content)
+        if b"StableHLO_v" in content[:64]:  # who wrote it; else it is MLIR's own bytecode
+            content = _jax.mlir.deserialize_portable_artifact(content)
     elif b"\0" in content[:4096]:
         content = export.deserialize(bytearray(content)).mlir_module()
     with make_ir_context():
         module = ir.Module.parse(content)
+        number_collectives(module)
         main = next((o for o in module.body.operations if str(o.attributes["sym_name"]) == '"main"'), None)
         if main is None or not main.regions[0].blocks:
             raise ValueError("it has no function main with a body")
@@ -128,6 +135,56 @@ def hlo_of_stablehlo(content: bytes) -> tuple[bytes, str]:
     partitions, replicas = (counts.get(f"mhlo.num_{name}", 1) for name in ("partitions", "replicas"))
     header = f" num_partitions={partitions}, replica_count={replicas},"
     return computation.as_serialized_hlo_module_proto(), text.replace(",", f",{header}", 1)
+
+
+def number_collectives(module: ir.Module) -> None:
+    """Give each collective a channel of its own. jax.shard_map writes all of a program on channel 1, and a channel is
+    what tells the pieces of one collective, which the compiler takes apart, from those of another. A function with
+    collectives that is called again is a copy from then on: the compiler would put the same channel in each place."""
+    functions = {str(o.attributes["sym_name"]).strip('"'): o.operation for o in module.body.operations}
+    numbers = itertools.count(1)
+    called = set()
+
+    def look(operation: ir.Operation) -> ir.WalkResult:
+        if operation.name == "func.call":
+            name = str(operation.attributes["callee"]).strip('@"')
+            if name in called and has_collectives(functions[name], functions):
+                copied = functions[name].clone()
+                copied.attributes["sym_name"] = ir.StringAttr.get(f"{name}_again_{next(numbers)}")
+                module.body.append(copied)
+                operation.attributes["callee"] = ir.FlatSymbolRefAttr.get(copied.attributes["sym_name"].value)
+                copied.walk(look)
+            elif name not in called:
+                called.add(name)
+                functions[name].walk(look)
+        elif is_collective(operation):
+            handle = str(operation.attributes["channel_handle"])
+            operation.attributes["channel_handle"] = ir.Attribute.parse(
+                re.sub(r"handle = \d+", f"handle = {next(numbers)}", handle)
+            )
+        return ir.WalkResult.ADVANCE
+
+    if "main" in functions:
+        functions["main"].walk(look)
+
+
+def is_collective(operation: ir.Operation) -> bool:
+    is_one = operation.name.removeprefix("stablehlo.").replace("_", "-") in COLLECTIVES
+    return is_one and "channel_handle" in operation.attributes
+
+
+def has_collectives(function: ir.Operation, functions: dict[str, ir.Operation]) -> bool:
+    """Also in the functions that it calls."""
+    found = []
+
+    def look(operation: ir.Operation) -> ir.WalkResult:
+        if operation.name == "func.call":
+            found.append(has_collectives(functions[str(operation.attributes["callee"]).strip('@"')], functions))
+        found.append(is_collective(operation))
+        return ir.WalkResult.ADVANCE
+
+    function.walk(look)
+    return any(found)
 
 
 @contextlib.contextmanager

@@ -114,7 +114,7 @@ def convolution_flops(operation: Operation, types: dict[str, str]) -> float:
     pairs = zip(labels.groups(), shapes, strict=True)
     left, right, out = (dict(zip(names, sizes, strict=True)) for names, sizes in pairs)
     window = dict(re.findall(r"(\w+)=(\S+)", operation.find(r"window=\{([^}]*)\}") or ""))
-    flops = 2.0 * out["b"] * out["f"] * right["i"]
+    flops = 2.0 * out["b"] * out["f"] * right["i"] * passes(operation, types)
     for place, letter in enumerate(sorted(letter for letter in out if letter.isdigit())):
         stride, base, step = (
             int(window[name].split("x")[place]) if name in window else 1
@@ -123,6 +123,14 @@ def convolution_flops(operation: Operation, types: dict[str, str]) -> float:
         padding = int(window["pad"].split("x")[place].split("_")[0]) if "pad" in window else 0
         flops *= met(left[letter], out[letter], right[letter], stride, base, step, padding)
     return flops / int(operation.find(r"batch_group_count=(\d+)") or 1)
+
+
+def passes(operation: Operation, types: dict[str, str]) -> int:
+    """How often a product of float32 goes through the matrix unit, which multiplies bfloat16: jax's precision
+    highest is six times, high three (jax.lax.Precision)."""
+    asked = operation.find(r"operand_precision=\{(\w+)")
+    whole = all(types.get(name, "").startswith("f32") for name in operation.operands[:2])
+    return {"highest": 6, "high": 3}.get(asked, 1) if whole else 1
 
 
 @cache

@@ -6,11 +6,13 @@ compiler's own cost model: good for comparing two programs, not a measurement.
 
 import dataclasses
 import math
+import operator
 import re
 from collections import Counter
+from functools import cache
 
-ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s64": 8, "u64": 8, "f64": 8}
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+COLLECTIVES += ("ragged-all-to-all", "collective-broadcast")
 # operations that take no time of their own, or whose time is that of the computation they call
 FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast partition-id replica-id after-all iota opt-barrier "
@@ -138,30 +140,119 @@ def _times_run(computations: dict[str, list[Operation]]) -> dict[str, int]:
 
 
 def called_by(operation: Operation, computations: dict[str, list[Operation]]) -> list[tuple[str, int]]:
-    """(computation, how often it runs) of what an operation calls: loop bodies with their trips, and each branch."""
-    trips = trips_of(operation, computations) if operation.kind == "while" else 1
-    found = [(called, trips) for called in re.findall(r"(?:calls|body|to_apply)=%?([\w.\-]+)", operation.line)]
+    """(computation, how often it runs) of what an operation calls: a loop's body with its turns, and of a conditional
+    the longest branch, or all of them before they have prices."""
+    turns = 1
+    if operation.kind == "while":
+        known = turns_of(operation, computations)
+        turns = 1 if known is None else known
+    found = [(called, turns) for called in re.findall(r"(?:calls|body|to_apply)=%?([\w.\-]+)", operation.line)]
     # called_computations: of a custom call, which is how a collective is handed to the SparseCore of TPU7x
-    for several in re.findall(r"(?:branch|called)_computations=\{([^}]*)\}", operation.line):
+    for several in re.findall(r"called_computations=\{([^}]*)\}", operation.line):
         found += [(called.strip().lstrip("%"), 1) for called in several.split(",")]
+    if branches := branches_of(operation):
+        cycles = {name: cycles_of(name, computations) for name in branches}
+        chosen = [max(branches, key=cycles.get)] if any(cycles.values()) else branches
+        found += [(name, 1) for name in chosen]
     return found
 
 
-def trips_of(loop: Operation, computations: dict[str, list[Operation]]) -> int:
-    """How often a loop runs. Where the compiler does not say, its counter goes to the largest constant of its
-    condition, by what its body adds: 2 in a windowed einsum, whose body is two of its rounds."""
+def branches_of(operation: Operation) -> list[str]:
+    """The computations of a conditional, of which one runs."""
+    several = operation.find(r"branch_computations=\{([^}]*)\}") or ""
+    either = re.findall(r"(?:true|false)_computation=%?([\w.\-]+)", operation.line)
+    return [name.strip().lstrip("%") for name in several.split(",") if name] + either
+
+
+def cycles_of(name: str, computations: dict[str, list[Operation]]) -> int:
+    """The compiler's estimate of a computation, with what it calls; of a collective, about a cycle for 100 bytes."""
+    total = 0
+    for operation in computations.get(name, ()):
+        total += sum(shape_bytes(operation.result)) // 100 if operation.base in COLLECTIVES else 0
+        inner = called_by(operation, computations) if operation.kind in ("while", "conditional", "call") else ()
+        total += (operation.cycles or 0) + sum(times * cycles_of(called, computations) for called, times in inner)
+    return total
+
+
+def turns_of(loop: Operation, computations: dict[str, list[Operation]]) -> int | None:
+    """How often a loop runs: as the compiler says, else at most what its condition says of a counter, which begins at 0
+    and grows by 1 where nothing else is known. None: its end depends on values."""
     if known := loop.find(r'"known_trip_count":\{"n":"(\d+)"'):
         return int(known)
-    condition, body = (computations.get(loop.find(rf"{role}=%?([\w.\-]+)") or "", ()) for role in ("condition", "body"))
-    bound = max([int(o.find(r"constant\((\d+)\)") or 0) for o in condition] + [1])
-    compared = {name for o in condition if o.kind == "compare" for name in o.operands}
-    places = [o.find(r", index=(\d+)") for o in condition if o.name in compared and o.kind == "get-tuple-element"]
-    named = {o.name: o for o in body}
-    carried = [o.operands for o in body if o.kind == "tuple" and o.line.lstrip().startswith("ROOT")]
-    counters = [name for names in carried for place in places if place for name in names[int(place) :][:1]]
-    added = [part for name in counters if name in named and named[name].kind == "add" for part in named[name].operands]
-    step = max([int(named[part].find(r"constant\((\d+)\)") or 0) for part in added if part in named] + [1])
-    return -(-bound // step)
+    named = {role: loop.find(rf"{role}=%?([\w.\-]+)") or "" for role in ("condition", "body")}
+    condition, body = ({o.name: o for o in computations.get(name, ())} for name in named.values())
+    around = next((found for found in computations.values() if any(one is loop for one in found)), [])
+    begun = operands_of(loop.operands[0], {o.name: o for o in around})
+    carried = next((o.operands for o in body.values() if o.line.lstrip().startswith("ROOT")), [])
+    found = []
+    for compare in (o for o in condition.values() if o.kind == "compare"):
+        sides = [condition.get(name) for name in compare.operands]
+        numbers = [side and whole_number(side.name, condition) for side in sides]
+        if None not in numbers or numbers == [None, None]:
+            continue
+        left = numbers[0] is None
+        place = sides[0 if left else 1].find(r"get-tuple-element\(.*, index=(\d+)")
+        if place is None:
+            continue
+        place, bound = int(place), numbers[1 if left else 0]
+        start = whole_number(begun[place], {o.name: o for o in around}) if place < len(begun) else 0
+        kind, by = change_of(carried[place] if place < len(carried) else "", body)
+        direction = compare.find(r"direction=(\w+)")
+        direction = direction if left else MIRRORED.get(direction, direction)
+        if start is not None or direction in ("LT", "LE", "NE"):  # else it goes down, nobody knows from where
+            found.append(turns(start or 0, kind, by, direction, bound))
+    known = [number for number in found if number is not None]
+    return min(known) if known else None
+
+
+COMPARED = dict(LT=operator.lt, LE=operator.le, GT=operator.gt, GE=operator.ge, NE=operator.ne)
+MIRRORED = dict(LT="GT", GT="LT", LE="GE", GE="LE")
+CHANGED = {"add": operator.add, "subtract": operator.sub, "multiply": operator.mul}
+
+
+def operands_of(name: str, named: dict[str, Operation]) -> list[str]:
+    """Those of a tuple."""
+    return named[name].operands if name in named and named[name].kind == "tuple" else []
+
+
+def whole_number(name: str, named: dict[str, Operation]) -> int | None:
+    """The constant that an operation is, or is a copy of; None: it is none, or no whole number."""
+    while name in named and named[name].base in ("copy", "copy-done", "bitcast") and named[name].operands:
+        name = named[name].operands[0]
+    found = named[name].find(r" [su]\d+\[\]\S* constant\((-?\d+)\)") if name in named else None
+    return None if found is None else int(found)
+
+
+def change_of(name: str, body: dict[str, Operation]) -> tuple[str, int]:
+    """How the body of a loop changes its counter: ("add", 1) where it is not said."""
+    while name in body and body[name].base in ("copy", "copy-done", "bitcast") and body[name].operands:
+        name = body[name].operands[0]
+    if name in body and body[name].kind in CHANGED:
+        numbers = [number for part in body[name].operands if (number := whole_number(part, body)) is not None]
+        if numbers:
+            return body[name].kind, numbers[0]
+    return "add", 1
+
+
+@cache
+def turns(start: int, kind: str, by: int, direction: str, bound: int) -> int | None:
+    """How often a counter changes until it is not in that direction of the bound; None: not within a million times."""
+    count = 0
+    while direction in COMPARED and COMPARED[direction](start, bound):
+        start, count = CHANGED[kind](start, by), count + 1
+        if count > 1_000_000:
+            return None
+    return count if direction in COMPARED else None
+
+
+def assumed(computations: dict[str, list[Operation]]) -> list[str]:
+    """What is taken to be so of loops and conditionals, because the program does not say it."""
+    operations = [operation for _, _, found in scheduled(computations) for operation in found]
+    loops = [operation for operation in operations if operation.kind == "while"]
+    endless = sum(turns_of(loop, computations) is None for loop in loops)
+    either = sum(bool(branches_of(operation)) for operation in operations)
+    said = [f"loops that end by values: {endless} of {len(loops)}, each counted as one turn"] if endless else []
+    return said + ([f"conditionals: {either}, of each its longest branch"] if either else [])
 
 
 def shape_bytes(shape: str, padded: bool = True) -> list[int]:
@@ -175,8 +266,14 @@ def shape_bytes(shape: str, padded: bool = True) -> list[int]:
             minor_to_major = [int(d) for d in re.match(r"\{([\d,]*)", layout)[1].split(",") if d]
             for size, dim in zip(reversed(tile), minor_to_major, strict=False):
                 dims[dim] = -(-dims[dim] // size) * size
-        sizes.append(math.prod(dims) * ITEM_BYTES.get(dtype, 4))
+        sizes.append(-(-math.prod(dims) * item_bits(dtype, layout) // 8))
     return sizes
+
+
+def item_bits(dtype: str, layout: str = "") -> int:
+    """Of a number of a type such as bf16, f8e4m3fn, c64, or s4, which has a byte unless its layout says E(4)."""
+    bits = 8 if dtype == "pred" else int((re.search(r"\d+", dtype) or ["32"])[0])
+    return bits if "E(" in layout else max(8, bits)
 
 
 def arrays_of(shape: str, on_chip: bool = False) -> list[str]:

@@ -87,6 +87,7 @@ class Report:
     operations_without_estimate: dict[str, int] = dataclasses.field(default_factory=dict)
     ruled_ms: float = 0.0  # what rules.py adds for them; not in estimated_ms
     left_out: dict[str, int] = dataclasses.field(default_factory=dict)  # kernels without any price, times a step
+    assumed: list[str] = dataclasses.field(default_factory=list)  # of loops and conditionals, what no text says
     moved_bytes: float = 0.0  # read from and written to main memory by operations
     costliest_operations: list[tuple[str, float]] = dataclasses.field(default_factory=list)  # of --hlo, milliseconds
     costliest_lines: list[tuple[str, float]] = dataclasses.field(default_factory=list)  # source line, milliseconds
@@ -189,9 +190,10 @@ def format_report(r: Report) -> str:
         rows.append(("", ", ".join(f"{name} {size / GIB:.3f}" for name, size in named.items() if name)))
     if r.compiles:
         rows += [*work_rows(r), *prediction_rows(r), *decoding_rows(r), *source_rows(r)]
-    elif r.predicted_ms:
+    elif r.predicted_ms is not None:
         rows += roofline_rows(r)
     rows += [("left out", left_out_text(r))] if r.left_out else []
+    rows += titled_rows("assumed", r.assumed)
     rows += titled_rows("chosen", r.notes)
     rows.append(("took", f"{r.trace_seconds:.1f} s to trace, {took_text(r)}, {r.host_peak_gib:.1f} GiB of host memory"))
     rows.append(("versions", ", ".join(f"{name} {version}" for name, version in r.versions.items())))

@@ -77,9 +77,13 @@ def settings_of(question: Question) -> dict:
     return fields | (dict(optimizer=question.optimizer, loss=question.loss) if question.mode == "train" else {})
 
 
-def model_flops(forward: int, question: Question, notes: list[str]) -> float | None:
-    """FLOPs of a step from those of the forward pass: three times as many for training."""
+def model_flops(forward: int, question: Question, model: torch.nn.Module, notes: list[str]) -> float | None:
+    """FLOPs of a step from those of the forward pass: three times as many for training. None where parameters are
+    frozen: it depends on which."""
     times = 3 if question.mode == "train" else 1
+    if times == 3 and not all(parameter.requires_grad for parameter in model.parameters()):
+        notes.append("model FLOPs: not counted, because some parameters are frozen; so there is no MFU")
+        return None
     said = ", times 3 for a training step" if times == 3 else ""
     notes.append(f"model FLOPs: {forward:.3g}, the products and convolutions of the forward pass{said}")
     return float(forward * times) or None

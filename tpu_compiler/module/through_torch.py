@@ -103,7 +103,7 @@ def answer(question: Question, level: str, topology: Topology) -> int:
         partitions=topology.num_devices,
         seconds=time.monotonic() - start,
     )
-    sizes |= dict(model_flops=model_flops(flops, question, notes), settings=settings_of(question))
+    sizes |= dict(model_flops=model_flops(flops, question, model, notes), settings=settings_of(question))
     result, text = ask_compiler(traced, topology, cache=cache_of_environment(), **sizes)
     if question.mode == "decode":
         held, over = [model.get_buffer(name) for name in of_cache], next(iter(of_cache.values()))

@@ -84,7 +84,7 @@ def answer(question: Question, level: str, topology: Topology) -> int:
         forward = forward_of(question, level, model, args, kwargs, notes)
         output, counted = probe(question, lambda: forward(model, args, kwargs))
         step, arguments = forward_step, (forward, model, args, kwargs)
-    flops = model_flops(counted, question, notes)
+    flops = model_flops(counted, question, model, notes)
     if question.mode == "train":
         loss, targets = choose_loss(question, output, kwargs, device, notes)
         if mesh and targets is not None:

@@ -112,6 +112,51 @@ def test_a_program_needs_no_attributes(forked, capsys, tmp_path):
     assert report["memory"]["inputs"] == 4 << 20 == pytest.approx(report["memory"]["activations"], abs=4096)
 
 
+SUMMED = """
+module @m attributes {mhlo.num_partitions = 8 : i32} {
+  func.func private @layer(%x: tensor<8x8xf32>) -> tensor<8x8xf32> {
+    %0 = "stablehlo.all_reduce"(%x) <{
+      channel_handle = #stablehlo.channel_handle<handle = 1, type = 1>,
+      replica_groups = dense<[[0, 1, 2, 3, 4, 5, 6, 7]]> : tensor<1x8xi64>, use_global_device_ids
+    }> ({
+      ^bb0(%a: tensor<f32>, %b: tensor<f32>):
+      %s = stablehlo.add %a, %b : tensor<f32>
+      stablehlo.return %s : tensor<f32>
+    }) : (tensor<8x8xf32>) -> tensor<8x8xf32>
+    return %0 : tensor<8x8xf32>
+  }
+  func.func public @main(%x: tensor<8x8xf32>) -> tensor<8x8xf32> {
+    %0 = call @layer(%x) : (tensor<8x8xf32>) -> tensor<8x8xf32>
+    %1 = stablehlo.tanh %0 : tensor<8x8xf32>
+    %2 = call @layer(%1) : (tensor<8x8xf32>) -> tensor<8x8xf32>
+    return %2 : tensor<8x8xf32>
+  }
+}
+"""
+
+
+def test_each_collective_has_a_channel_of_its_own(tmp_path):
+    """jax.shard_map writes all on channel 1: of eight all-reduces one was counted, and none waited for."""
+
+    def channels(hlo: bytes) -> list[str]:
+        text = HloModule.from_serialized_hlo_module_proto(hlo).to_string()
+        return re.findall(r" all-reduce\(.*channel_id=(\d+)", text)
+
+    (tmp_path / "summed.mlir").write_text(SUMMED)
+    hlo = read_program(tmp_path / "summed.mlir").hlo
+    first, second = channels(hlo)
+    assert first != second
+    text = (
+        HloModule.from_serialized_hlo_module_proto(hlo)
+        .to_string()
+        .replace(f"channel_id={second}", f"channel_id={first}")
+    )
+    text = text.replace("HloModule m,", "HloModule m, num_partitions=8,")
+    (tmp_path / "summed.txt").write_text("// a comment\n\n" + text)
+    read = read_program(tmp_path / "summed.txt")
+    assert channels(read.hlo) == ["1", "2"] and read.partitions == 8, "its header counts behind a comment too"
+
+
 def test_what_cannot_be_asked(programs, forked, capsys, tmp_path):
     empty, junk, private = tmp_path / "empty", tmp_path / "junk", tmp_path / "private.mlir"
     empty.write_bytes(b"")

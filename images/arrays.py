@@ -186,10 +186,13 @@ def sent(array: np.ndarray, labels: bool = False) -> np.ndarray:
 
 
 class ExampleRandom:
-    """Random numbers, one for each example of a global batch: they do not depend on how many parts it is read in."""
+    """Random numbers, one for each example of a global batch: they do not depend on how many parts it is read in.
 
-    def __init__(self, seed: list[int], size: int, part: int = 0, num_parts: int = 1):
-        self._rng, self._size = np.random.default_rng(seed), size
+    per_pixel: whether the labels have a value for each pixel, which would have to move with it.
+    """
+
+    def __init__(self, seed: list[int], size: int, part: int = 0, num_parts: int = 1, per_pixel: bool = False):
+        self._rng, self._size, self.per_pixel = np.random.default_rng(seed), size, per_pixel
         self._own = slice(part, None, num_parts)
 
     def integers(self, low: int, high: int) -> np.ndarray:
@@ -203,9 +206,8 @@ class ExampleRandom:
 
 def random_shift(images: np.ndarray, draw: ExampleRandom, max_shift: int) -> np.ndarray:
     """Each image (B, H, W) or (B, C, H, W) moved by at most max_shift pixels in y and x, zeros drawn in."""
+    check_movable(images, draw)
     height_and_width = images.shape[-2:] if images.ndim in (3, 4) else (0, 0)
-    if images.ndim == 4 and images.shape[-1] in (1, 3, 4) and images.shape[1] > 4:
-        raise InputError(f"images are {images.shape[1:]}; expected channels first; transpose them: (0, 3, 1, 2)")
     if max_shift >= min(height_and_width):
         raise InputError(
             f"max_shift is {max_shift} but images are {images.shape[1:]}; expected (H, W) or (C, H, W), both sides "
@@ -218,8 +220,20 @@ def random_shift(images: np.ndarray, draw: ExampleRandom, max_shift: int) -> np.
     return windows[(np.arange(len(images)), *(slice(None),) * (others - 1), y, x)]
 
 
+def check_movable(images: np.ndarray, draw: ExampleRandom) -> None:
+    """Raises InputError for images that no longer fit their labels, or lose their colours, when they are moved."""
+    if images.ndim == 4 and images.shape[-1] in (1, 3, 4) and images.shape[1] > 4:
+        raise InputError(f"images are {images.shape[1:]}; expected channels first; transpose them: (0, 3, 1, 2)")
+    if draw.per_pixel:
+        raise InputError(
+            "labels have a value for each pixel, and images alone would be moved; expected --max_shift 0, and "
+            "--no_flip where there is one; move both in the data set"
+        )
+
+
 def random_flip(images: np.ndarray, draw: ExampleRandom) -> np.ndarray:
     """Half of the images (B, ..., W) mirrored left to right."""
+    check_movable(images, draw)
     mirrored = draw.random() < 0.5
     return np.where(mirrored.reshape(-1, *(1,) * (images.ndim - 1)), images[..., ::-1], images)
 
@@ -252,7 +266,9 @@ class TrainBatches:
         self.steps_per_epoch, self.num_steps = num_steps_of(config, dataset.num_examples, dataset.name)
         self._augment, self._epoch, self._order = augment, -1, np.empty(0, int)
         if augment:  # what cannot be augmented is refused here
-            self.augmented(0, np.repeat(dataset.first(1)[0], config.global_batch_size // num_parts, axis=0))
+            image, *_, label = dataset.first(1)
+            self._per_pixel = label.ndim > 2
+            self.augmented(0, np.repeat(image, config.global_batch_size // num_parts, axis=0))
 
     def ids(self, index: int) -> np.ndarray:
         """The training examples of a batch, in order: (B,) indices."""
@@ -272,8 +288,9 @@ class TrainBatches:
         """Raises InputError when augment changes more than the values."""
         if self._augment is None:
             return images
-        draw = ExampleRandom([self.config.seed, index, 1], self.config.global_batch_size, self.part, self.num_parts)
-        changed = self._augment(images, draw)
+        size = self.config.global_batch_size
+        draw = ExampleRandom([self.config.seed, index, 1], size, self.part, self.num_parts, self._per_pixel)
+        changed = np.ascontiguousarray(self._augment(images, draw))
         if (changed.shape, changed.dtype) != (images.shape, images.dtype):
             raise InputError(
                 f"augment made {changed.dtype} {changed.shape} of {images.dtype} {images.shape}; expected the same "

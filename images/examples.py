@@ -40,7 +40,7 @@ def as_pair(example: Any) -> tuple[Any, Any]:
         raise InputError(f"an example is {found}; expected (image, label); give read=, a function that returns them")
     image, label = example
     if hasattr(image, "getbands"):  # a PIL image
-        image = np.asarray(image)
+        image = np.asarray(image.convert("RGB") if image.mode == "P" else image)  # else numbers of a palette's colours
         image = image if image.ndim == 2 else image.transpose(2, 0, 1)
     return image, label
 

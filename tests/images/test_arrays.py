@@ -59,6 +59,21 @@ def test_each_image_is_shifted_by_at_most_that_and_its_channels_together():
     assert (random_shift(images[:, 0], ExampleRandom([0], len(images)), 2) == moved[:, 0]).all(), "grey ones"
 
 
+def test_what_would_not_move_with_the_images_is_refused():
+    """Labels of pixels stayed where they were; channels last were mirrored from red to blue."""
+    maps = np.zeros((500, 8, 8), np.int64)
+    data = ImageDataset("maps", np.zeros((500, 8, 8), np.uint8), maps, np.zeros((9, 8, 8), np.uint8), maps[:9])
+    still = TrainBatches(data, MnistConfig(global_batch_size=64, max_shift=0))
+    assert still.batch(0)[1].shape == (64, 8, 8)
+    brighter = TrainBatches(data, MnistConfig(global_batch_size=64), augment=lambda images, draw: images[:, ::-1] + 1)
+    assert brighter.batch(0)[0].flags.c_contiguous
+    for options in (dict(), dict(augment=random_flip)):
+        with pytest.raises(InputError, match=r"labels have a value for each pixel.*--max_shift 0, and --no_flip"):
+            TrainBatches(data, MnistConfig(global_batch_size=64, max_shift=1), **options)
+    with pytest.raises(InputError, match="expected channels first"):
+        random_flip(np.zeros((4, 8, 8, 3), np.uint8), ExampleRandom([0], 4))
+
+
 def test_evaluation_counts_every_example_once():
     images, labels = np.arange(10 * 4).reshape(10, 2, 2).astype(np.uint8), np.arange(10).astype(np.uint8)
     batches = list(eval_batches(ImageDataset("ten", images, labels, images, labels), 4))

@@ -74,6 +74,22 @@ def test_the_commands_of_the_page_classify_new_pictures(copied):
     assert code == 2 and "is of another model" in err and "Traceback" not in err
 
 
+def test_sixteen_bits_and_what_is_transparent_are_seen(copied, tmp_path):
+    """X-rays became white, and icons black."""
+    grey = np.full((8, 8), 257 * 40, np.uint16)
+    grey[2:6, 2:6] = 257 * 200
+    icon = np.zeros((8, 8, 4), np.uint8)
+    icon[2:6, 2:6, 3] = 255
+    for name, pixels in (("a", grey), ("b", icon)):
+        (tmp_path / name).mkdir()
+        for number in range(2):
+            Image.fromarray(pixels).save(tmp_path / name / f"{number}.png")
+    code, _, err = run_here(copied, f"python make_arrays.py {tmp_path} {tmp_path / 'data'} --size 8")
+    assert code == 0, err
+    found, expected = np.load(tmp_path / "data" / "test_images.npy"), np.stack([grey // 257, 255 - icon[..., 3]])
+    assert np.array_equal(found, np.repeat(expected[:, None], 3, 1))
+
+
 def test_what_is_no_picture_is_named(copied, tmp_path):
     draw = np.random.default_rng(1)
     for name in ("a", "b"):

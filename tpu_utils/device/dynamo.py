@@ -12,7 +12,7 @@ from torch._dynamo import config, lookup_backend
 
 from tpu_utils.base.errors import RecompileError
 from tpu_utils.device.against_eager import first_call
-from tpu_utils.device.batch_norm import average_as_pytorch
+from tpu_utils.device.as_pytorch import average_as_pytorch
 
 compiler = "auto"
 """inductor, eager or auto: as choose_compiler() of torch_compile.py was told before the steps are compiled."""

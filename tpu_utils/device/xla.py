@@ -67,18 +67,6 @@ if "PT_XLA_DEBUG_LEVEL" not in os.environ:  # else 30 lines on stderr before the
 warnings.filterwarnings("ignore", category=UserWarning, module=r"torch_xla\.distributed\.spmd")
 
 
-def _elu(input: torch.Tensor, alpha=1.0, scale=1.0, input_scale=1.0) -> torch.Tensor:
-    """aten::elu of operations whose gradients are right. torch_xla 2.9 takes the input of elu for its result there:
-    elu_backward of torch_xla/csrc/aten_xla_type.cpp does not hand on which of both it is given."""
-    return scale * torch.where(input > 0, input, alpha * torch.expm1(input.clamp(max=0) * input_scale))
-
-
-_kernels = torch.library.Library("aten", "IMPL")
-_kernels.impl("elu", _elu, "AutogradXLA")
-_kernels.impl("celu", lambda input, alpha=1.0: _elu(input, alpha, 1.0, 1 / alpha), "AutogradXLA")
-_kernels.impl("selu", lambda input: _elu(input, 1.6732632423543772, 1.0507009873554805), "AutogradXLA")
-
-
 def choose_compiler(name: str, deterministic: bool) -> None:
     """XLA, whose kernels are deterministic: choose_device() has refused another one."""
 
@@ -99,9 +87,10 @@ def device_memory(device: torch.device) -> dict[str, int] | None:
 def compile_step(function: Callable, begin: Callable = lambda: None, keep_rates: Callable | None = None) -> Callable:
     """The function as one graph. begin: called once nothing before it pends. keep_rates: torch_compile.py needs it. An
     error of the graph that has READ_ERROR_MARKERS is of a step that reads a tensor."""
-    from tpu_utils.device.batch_norm import average_as_pytorch  # torch_xla's are biased
+    from tpu_utils.device.as_pytorch import average_as_pytorch, elu_as_pytorch  # torch_xla's are other numbers
 
     average_as_pytorch(DEVICE_TYPE)
+    elu_as_pytorch()
 
     @wraps(function)
     def begun(*arguments, **keywords):

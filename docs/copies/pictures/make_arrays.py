@@ -28,10 +28,20 @@ def read_picture(path: Path, size: int) -> np.ndarray:
     expected = f"a picture: {', '.join(ENDINGS)}"
     with open_regular(path, expected) as file:
         try:
-            picture = ImageOps.exif_transpose(Image.open(file)).convert("RGB")
+            picture = as_rgb(ImageOps.exif_transpose(Image.open(file)))
             return np.asarray(ImageOps.fit(picture, (size, size))).transpose(2, 0, 1)
         except Exception as error:  # whatever PIL's parsers raise
             raise InputError(f"{path}: {first_line(error)}; expected {expected}; replace or delete it") from error
+
+
+def as_rgb(picture: Image.Image) -> Image.Image:
+    """Grey of 16 bits in 8, and what is transparent over white."""
+    if picture.mode.startswith("I"):  # PIL itself makes 255 of all that is more
+        picture = Image.fromarray((np.asarray(picture) // 257).clip(0, 255).astype(np.uint8))
+    if "A" in picture.getbands() or "transparency" in picture.info:
+        picture = picture.convert("RGBA")
+        picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
+    return picture.convert("RGB")
 
 
 def list_pictures(folder: Path) -> dict[str, list[Path]]:

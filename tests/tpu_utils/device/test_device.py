@@ -16,6 +16,7 @@ from config import MnistConfig
 from tpu_utils import device
 from tpu_utils.base.errors import DeviceError, InputError, TrainingError, run_script
 from tpu_utils.device import graphs_compiled, seed_host, start_device, transfers_to_device
+from tpu_utils.device.as_pytorch import elu_as_pytorch
 from tpu_utils.options.environment import attached_chips
 from tpu_utils.trial.checks import check_model
 
@@ -67,6 +68,7 @@ def test_exit_codes_and_messages(capsys, monkeypatch):
 )
 def test_gradients_of_elu_are_those_of_pytorch(function):
     """torch_xla's were of its input taken for its result, without a word."""
+    elu_as_pytorch()
     found = []
     for where in ("cpu", torch_xla.device()):
         x = torch.tensor([-2.0, -0.5, 0.0, 0.5, 3.0]).to(where).requires_grad_()

@@ -1,10 +1,13 @@
-"""Running averages of BatchNorm and InstanceNorm as PyTorch has them, on a backend that has others.
+"""What a backend computes otherwise than PyTorch, as PyTorch has it: averages of BatchNorm and InstanceNorm, and elu.
 
 torch_xla 2.9 puts into running_var what XLA's BatchNormTraining gives, the variance over all n values of a channel
 (torch_xla/csrc/tensor_methods.cpp, native_batch_norm). PyTorch puts there n / (n - 1) of it, the unbiased estimate
 (aten/src/ATen/native/Normalization.cpp, batch_norm_cpu_update_stats_template). Training reads neither, an evaluation
 does. Averages of a checkpoint are taken as they are: the next steps move them on. And a layer in eval mode while others
 learn has no backward pass there.
+
+Its gradients of elu, selu and celu are of their input taken for their result: elu_backward does not hand on which of
+both it is given (torch_xla/csrc/aten_xla_type.cpp).
 """
 
 import functools
@@ -25,6 +28,20 @@ def average_as_pytorch(biased_on: str = "") -> None:
     F.batch_norm = _averaging("batch_norm", biased_on)
     F.instance_norm = _averaging("instance_norm", biased_on)
     _BatchNorm.forward = _forward
+
+
+@functools.cache
+def elu_as_pytorch() -> torch.library.Library:
+    """elu, selu and celu of torch_xla's tensors, of operations whose gradients are right, while the result lives."""
+
+    def elu(input: torch.Tensor, alpha=1.0, scale=1.0, input_scale=1.0) -> torch.Tensor:
+        return scale * torch.where(input > 0, input, alpha * torch.expm1(input.clamp(max=0) * input_scale))
+
+    kernels = torch.library.Library("aten", "IMPL")
+    kernels.impl("elu", elu, "AutogradXLA")
+    kernels.impl("celu", lambda input, alpha=1.0: elu(input, alpha, 1.0, 1 / alpha), "AutogradXLA")
+    kernels.impl("selu", lambda input: elu(input, 1.6732632423543772, 1.0507009873554805), "AutogradXLA")
+    return kernels
 
 
 def _averaging(name: str, biased_on: str) -> Callable:

@@ -18,7 +18,7 @@ from language.options.shapes import START, ModelShape
 from language.xla.loops import BATCH
 from language.xla.saved_activations import LEVELS, SAVE_NOTHING, LayerExecution
 from language.xla.shards import balanced, gathered, size_of
-from tpu_utils.device import DEVICE_TYPE, IS_XLA, mark_sharding_with_gradients
+from tpu_utils.device import DEVICE_TYPE, IS_XLA, get_global_mesh, mark_sharding_with_gradients
 
 # One parameter per layer and matrix (`qkv_weight.0`): slices of a stacked parameter need an extra pass over memory to
 # cast, and another to collect gradients; with separate ones XLA fuses both into the matrix product. The vectors stay
@@ -238,7 +238,8 @@ class Decoder(torch.nn.Module):
         """Keep an activation sharded, in both passes; left alone, the partitioner may move it. rest: axes of the mesh
         for its third dimension and those behind."""
         spec = (BATCH, "context", *(rest or (None,)))
-        return x_BTD if self.mesh is None else mark_sharding_with_gradients(x_BTD, self.mesh, spec)
+        alone = self.mesh is None or get_global_mesh() is None  # also of a second model, such as a teacher
+        return x_BTD if alone else mark_sharding_with_gradients(x_BTD, self.mesh, spec)
 
     def hold_positions(self, x, axis: int = 0):
         """x, whole, with its positions along an axis, 0 or 1 behind the batch, as devices hold those of a sequence."""

@@ -112,9 +112,11 @@ def run_script(main: Callable[[], int], answers: bool = False) -> int:
         if answers and isinstance(output, Output) and output.lost:
             raise output.lost
         return code
-    except (InputError, OSError, RuntimeError) as error:  # OSError: the disk or the network gave up
+    except (InputError, MemoryError, OSError, RuntimeError) as error:  # OSError: the disk or the network gave up
         if str(error).startswith("Symlink loop from"):  # Path.resolve(), until Python 3.13
             error = OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(error).split("'")[1])
+        if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error):
+            error = TrainingError(f"the host has too little memory: {first_line(error)}; choose smaller sizes")
         if "--debug" in sys.argv or not isinstance(error, InputError | TrainingError | OSError):
             raise
         what = f", at {line_of(error)}" if isinstance(error, FileNotFoundError) else ""  # by whom else is not known

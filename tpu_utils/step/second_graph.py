@@ -68,7 +68,7 @@ def new_on_host(before: dict[str, int]) -> str:
         f"computes {', '.join(names)} on the host, because torch_xla has no such operation: its tensors are read and "
         "sent back; expected operations that it has, such as torch.where(mask, x, 0) for x[mask] and nonzero, "
         "(a * b).sum() for the vdot of spectral_norm, g * v / v.norm(dim=1, keepdim=True) for weight_norm, "
-        "nn.Embedding and a mean for nn.EmbeddingBag, or nearest for bilinear"
+        "nn.Embedding and a mean for nn.EmbeddingBag, or repeat_interleave for F.interpolate"
     )
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,12 +11,13 @@ from processes import run
 from test_llama_parity import QWEN3
 from torch import nn
 
+from language.models import layers
 from language.models.llama import Llama
 from language.xla.device_loop import DeviceLoop
-from language.xla.loops import loop_in_graph, sums_over_parts
+from language.xla.loops import as_for_one_device, loop_in_graph, sums_over_parts
 from language.xla.saved_activations import LEVELS, LayerExecution
 from tpu_utils.base.errors import InputError
-from tpu_utils.device import graphs_compiled, transfers_to_device
+from tpu_utils.device import graphs_compiled, set_global_mesh, transfers_to_device
 
 
 def test_the_last_carry_and_the_outputs_of_each_turn():
@@ -61,6 +63,22 @@ def test_random_numbers_of_a_loop_are_refused():
         loop_in_graph(lambda carry, row: ([carry[0] + torch.rand_like(row[0]).sum()], []), [x[0, 0]], [x])
 
 
+def test_a_second_model_is_traced_for_one_device_too(monkeypatch):
+    """A frozen teacher marked its activations in there, and the process was aborted."""
+    marked = []
+    monkeypatch.setattr(layers, "mark_sharding_with_gradients", lambda x, mesh, spec: marked.append(spec) or x)
+    student, teacher = (SimpleNamespace(mesh=object()) for _ in range(2))
+    x = torch.ones(2, 3, 4)
+    try:
+        set_global_mesh(teacher.mesh)
+        with as_for_one_device(student):
+            assert layers.Decoder.hold_sharding(teacher, x) is x and not marked
+        layers.Decoder.hold_sharding(teacher, x)
+        assert len(marked) == 1
+    finally:
+        set_global_mesh(None)
+
+
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_buffer_that_a_turn_changes_is_refused(replaced):
     """It changed once for all turns, or the process ended in a segmentation fault."""
@@ -80,7 +98,7 @@ def test_a_buffer_that_a_turn_changes_is_refused(replaced):
 
 AFTER_AN_ERROR = """
 import torch, torch_xla
-from language.xla.loops import loop_in_graph, sums_over_parts
+from language.xla.loops import as_for_one_device, loop_in_graph, sums_over_parts
 x = torch.ones(2, 3).to(torch_xla.device())
 kept = []
 def body(carry, row):

@@ -57,6 +57,9 @@ def test_exit_codes_and_messages(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["script"])
     assert [run_script(one) for one in (lambda: 143, bad, failed)] == [143, 2, 1]
     assert capsys.readouterr().err == "error: bad value\nerror: went wrong\n"
+    assert [run_script(partial(make, 10**17)) for make in (np.zeros, torch.zeros)] == [1, 1]
+    lines = capsys.readouterr().err.splitlines()
+    assert all(line.startswith("error: the host has too little memory: ") for line in lines) and len(lines) == 2
     monkeypatch.setattr("sys.argv", ["script", "--debug"])
     with pytest.raises(InputError):
         run_script(bad)

@@ -9,6 +9,8 @@ Run:     python benchmarks/budgets.py
              rows of your own; their commands run in the folder of the file
          python benchmarks/budgets.py --slices
              compiles nothing: docs/results/which_slice.csv, of the kept figures
+         python benchmarks/budgets.py --plans
+             plans every compiled row of a script: docs/results/plans.csv
 Exit:    0 nothing moved; 1 something moved, has no figures yet or does not fit; 2
          wrong usage, or figures of another compiler.
 
@@ -166,6 +168,20 @@ def print_slices(rows: Sequence[Row]) -> None:
     print(as_csv(lines), end="")
 
 
+def print_plans(rows: Sequence[Row]) -> None:
+    """As CSV, of each row that was compiled, the milliseconds of its plan and how many times as long the compiled step
+    takes."""
+    print("program,slice,ms by plan,ms compiled,compiled over plan", flush=True)
+    for row in rows:
+        if row.planned or not row.figures or not row.ask.split()[0].endswith(".py"):
+            continue
+        planned = report_of(*row.command, "--plan", needs="fits", cwd=ROOT)["predicted_ms"]
+        compiled = row.figures["predicted_ms"]
+        name = row.name.removesuffix(f", {row.slice}")
+        figures = [f"{planned:.4g}", f"{compiled:.4g}", f"{compiled / planned:.2f}"]
+        print(as_csv([[name, row.slice, *figures]]), end="", flush=True)
+
+
 def renewed(row: Row, report: dict[str, Any]) -> Row:
     """The row with what a report says. Of the same figures the fewest seconds are kept: a busy machine takes longer."""
     found = dict(figures=figures_of(report), versions=report["versions"], traced=report["traced"])
@@ -214,10 +230,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="the slow rows too")
     parser.add_argument("--renew", action="store_true", help="write what is found into the file")
     parser.add_argument("--slices", action="store_true", help="print what a billion tokens takes, by model and slice")
+    parser.add_argument("--plans", action="store_true", help="print plans beside compiled steps")
     arguments = parser.parse_args(argv)
     rows = read_rows(arguments.file)
     if arguments.slices:
         print_slices(rows)
+        return 0
+    if arguments.plans:
+        print_plans(rows)
         return 0
     chosen = [row for row in rows if fnmatch.fnmatchcase(row.name, arguments.only)]
     for row in (row for row in chosen if row.slow and not arguments.all):

@@ -83,7 +83,11 @@ def test_every_option_has_a_sentence(script):
     [
         (["simple_mnist_tpu.py", "--learnin_rate", "1"], 2, "--learning_rate"),
         (["transformer_tpu.py", "--modelsize", "124M"], 2, "--model_size"),
-        (["simple_mnist_tpu.py", "--learning_rate", "-1"], 2, "learning_rate is -1.0; expected a finite number above"),
+        (
+            ["simple_mnist_tpu.py", "--learning_rate", "-1"],
+            2,
+            "learning_rate is -1.0; expected 0 < learning_rate <= 3e38",
+        ),
         (["simple_mnist_tpu.py", "--dataset", "mnist", "--data_dir", "no"], 2, "no/MNIST/raw/train-images"),
         (["distributed_mnist_tpu.py", "--preset", "production", "--dataset", "digits"], 1, "add --device cpu"),
         (["transformer_tpu.py", "--dataset=text", "--train_data=no.txt"], 2, "no.txt: no such file"),

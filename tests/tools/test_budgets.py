@@ -13,11 +13,12 @@ from run_files import configured
 
 from benchmarks import budgets, children
 from benchmarks.budgets import Row
+from language.mesh import choose_mesh
 from language.options.transformer_options import TransformerConfig
 from tpu_compiler.answer import expected_time
-from tpu_compiler.estimate.report import Report
+from tpu_compiler.estimate.report import PLAN_ERROR, Report
 from tpu_utils.base.errors import InputError
-from tpu_utils.base.hardware import parse_topology
+from tpu_utils.base.hardware import GIB, parse_topology
 
 ROWS = budgets.read_rows()
 VERSIONS = {"torch_xla": "2.9.0", "jax": "0.7.1", "libtpu": "0.0.21"}
@@ -49,6 +50,27 @@ def test_the_table_of_slices_is_that_of_the_kept_figures(capsys):
     (row,) = [row for row in csv.DictReader(printed.splitlines()) if row["model"] == "Llama 3.1 8B, 2,048 tokens"][1:]
     assert (row["slice"], row["chips"], row["chip-hours a billion tokens"]) == ("v6e-8", "8", "34.7 to 36.2")
     assert "4 layers" not in printed and "transformer_tpu.py" not in printed
+
+
+def test_a_report_says_how_far_plans_are_from_compiled_steps(monkeypatch, capsys):
+    """A plan has no price for what a vector unit does, nor for the start of an operation."""
+    rows = list(csv.DictReader((ROOT / "docs" / "results" / "plans.csv").open()))
+    compiled = {row.name.removesuffix(f", {row.slice}"): row.figures["predicted_ms"] for row in ROWS if row.figures}
+    assert all(float(row["ms compiled"]) == pytest.approx(compiled[row["program"]], rel=1e-3) for row in rows)
+    for short, words in ((False, "other steps compile to {:.1f} to {:.1f} times"), (True, " {:.0f} to {:.0f} times")):
+        found = [float(row["compiled over plan"]) for row in rows if (float(row["ms compiled"]) < 1) == short]
+        assert len(found) > 15 and words.format(min(found), max(found)) in PLAN_ERROR
+    monkeypatch.setattr(budgets, "report_of", lambda *arguments, needs, cwd: {"predicted_ms": 50.0})
+    budgets.print_plans([KEPT, dataclasses.replace(KEPT, ask="hf:config.json"), Row("new", "train.py", "v6e-1")])
+    assert capsys.readouterr().out.splitlines()[1:] == ["mine,v5litepod-8,50,100,2.00"]
+
+
+def test_every_row_can_still_be_asked():
+    """One could not since a check of meshes came after it, and its figures were shown on."""
+    for row in (row for row in ROWS if row.ask.startswith("transformer_tpu.py")):
+        config = configured(TransformerConfig, [*row.options, f"--compile_for={row.slice}"])
+        topology = parse_topology(row.slice)
+        choose_mesh(config, topology.num_devices, topology.hardware.limit_gib * GIB)
 
 
 def test_the_expected_time_of_a_compile_is_one_that_the_kept_rows_took():

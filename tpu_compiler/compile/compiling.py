@@ -21,7 +21,7 @@ from jax.extend.mlir import ir
 from tpu_compiler.compile import newest_child
 from tpu_compiler.compile.newest import request_of, slice_of
 from tpu_compiler.compile.traced import Traced
-from tpu_compiler.estimate.reading import COLLECTIVES, with_source_lines
+from tpu_compiler.estimate.reading import COLLECTIVES, HOST, with_source_lines
 from tpu_utils.base.errors import OTHERS
 from tpu_utils.base.hardware import GIB, Topology, parse_topology
 from tpu_utils.options.virtual_slice import quiet_libtpu
@@ -84,6 +84,7 @@ def compiled_program(traced: Traced, text: str, figures: dict) -> Compiled:
 
 OVERWRITTEN = r"(?:buffer_donor|input_output_alias)=\{(.*?)\s\}"
 """In the first line of HLO text: the inputs whose buffers outputs may take."""
+ON_HOST = "that does not come through here; lower the program with what goes in and out in the device's memory"
 UNREADABLE = (*OTHERS, ir.MLIRError, struct.error)
 """What jax raises for a program that it cannot read."""
 
@@ -95,6 +96,8 @@ def hlo_of_text(text: str) -> bytes:
     compiler refuses to be told both ways.
     """
     header = text.partition("\n")[0]
+    if HOST in header:
+        raise ValueError(f"an argument or a result lies in the host's memory: {ON_HOST}")
     text = text.replace(header, re.sub(rf"{OVERWRITTEN},? ?", "", header), 1)
     numbers = itertools.count(1)
     collective = rf"( (?:{'|'.join(COLLECTIVES)})(?:-start)?\(.*\bchannel_id=)\d+"
@@ -122,9 +125,14 @@ def hlo_of_stablehlo(content: bytes) -> tuple[bytes, str]:
         named = main.attributes  # a program may have none of arguments
         for attributes in named["arg_attrs"] if "arg_attrs" in named else ():  # noqa: SIM401, it has no get()
             known = {a.name: a.attr for a in attributes}
+            if "host" in str(known.get("mhlo.memory_kind", "")):
+                raise ValueError(f"an argument of main lies in {known['mhlo.memory_kind']}: {ON_HOST}")
             if known.pop("tf.aliasing_output", None):
                 known["jax.buffer_donor"] = ir.BoolAttr.get(True)
             arguments.append(ir.DictAttr.get(known))
+        for attributes in named["res_attrs"] if "res_attrs" in named else ():  # noqa: SIM401
+            if any(a.name == "mhlo.memory_kind" and "host" in str(a.attr) for a in attributes):
+                raise ValueError(f"a result of main lies in the host's memory: {ON_HOST}")
         if arguments:
             main.arg_attrs = ir.ArrayAttr.get(arguments)
         written = io.BytesIO()

@@ -105,6 +105,9 @@ PLAIN = """module { func.func public @main(%x: tensor<1024x1024xf32>) -> tensor<
   return %y : tensor<1024x1024xf32> } }"""
 
 
+PINNED = '{mhlo.memory_kind = "pinned_host"}'
+
+
 def test_a_program_needs_no_attributes(forked, capsys, tmp_path):
     (tmp_path / "plain.mlir").write_text(PLAIN)
     assert aot_tpu.main(["--hlo", f"{tmp_path}/plain.mlir", "--topology", "v6e-1", "--plan", "--json"]) == 0
@@ -164,7 +167,10 @@ def test_what_cannot_be_asked(programs, forked, capsys, tmp_path):
     private.write_text("module { func.func private @main() }")  # without a body, which breaks jax's own conversion
     dynamic = tmp_path / "dynamic.mlir"
     dynamic.write_text("module { func.func @main(%a: tensor<?xf32>) -> tensor<?xf32> { return %a : tensor<?xf32> } }")
+    host = tmp_path / "host.mlir"
+    host.write_text(PLAIN.replace("%x: tensor<1024x1024xf32>", f"%x: tensor<1024x1024xf32> {PINNED}"))
     for path, words, slice_name in (
+        (host, 'an argument of main lies in "pinned_host"', "v6e-1"),
         (tmp_path, "is a folder", "v6e-8"),
         (tmp_path / "absent", "no such file", "v6e-8"),
         (empty, "is empty", "v6e-8"),

@@ -132,11 +132,20 @@ def tokenizer_by_size(vocab_size: int, folders: Iterable[Path]) -> str:
     """ "bytes" or "gpt2", by the size of the vocabulary; "" for another size, and where a folder without a
     tokenizer.json brings a vocabulary that is not GPT-2's: many have as many tokens."""
     for folder in folders:
-        brought = [name for name in ("vocab.json", "tokenizer.model") if (folder / name).exists()]
-        gpt2 = load_tokenizer("gpt2").tokenizer.get_vocab() if brought else {}
-        if brought[:1] == ["tokenizer.model"] or (brought and read_json(folder / "vocab.json", EXPECTED) != gpt2):
+        if (folder / "tokenizer.model").exists() or not is_gpt2s(folder / "vocab.json"):
             return ""
     return {BYTE_VOCAB_SIZE: "bytes", GPT2_VOCAB_SIZE: "gpt2"}.get(vocab_size, "")
+
+
+def is_gpt2s(path: Path) -> bool:
+    """Whether a vocab.json is GPT-2's, or not there."""
+    if not path.exists():
+        return True
+    try:
+        found = read_json(path, EXPECTED, LARGEST_TOKENIZER_FILE)
+    except InputError:  # whoever copies it does not read it
+        return False
+    return found == load_tokenizer("gpt2").tokenizer.get_vocab()
 
 
 # ------------------------------------------------------------------------------------------------------ what is written

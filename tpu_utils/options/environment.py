@@ -1,6 +1,7 @@
 """What must be settled before torch_xla is imported: the options, the data files, the device. Imports no torch."""
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -35,6 +36,8 @@ def command_line(
     from tpu_utils.base.restarts import end_with_torchrun  # only here, once
 
     end_with_torchrun()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the run has its own: no traceback of the imports
     found = []
 
     def read() -> int:

@@ -52,10 +52,11 @@ class RowsAlike(TorchDispatchMode):
         """Names of the operations that drew."""
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        if torch.Tag.nondeterministic_seeded not in function.tags:
+            return function(*arguments, **(keywords or {}))
         known = [argument.name for argument in function._schema.arguments]
         given = dict(zip(known, arguments, strict=False)) | (keywords or {})
-        draws = given.get("dropout_p", 0.0) if "dropout_p" in known else True  # attention draws nothing at 0
-        if torch.Tag.nondeterministic_seeded not in function.tags or not draws:
+        if "dropout_p" in known and not given.get("dropout_p"):  # attention without dropout
             return function(*arguments, **(keywords or {}))
         name = function.overloadpacket.__name__
         self.drawn.add(name)

@@ -1,13 +1,16 @@
 """Variables of the environment: what changes numbers behind the printed precision, or ends a run by a signal."""
 
+import signal
 import subprocess
 import sys
 
 import pytest
 from processes import ROOT, environment_with, run
 
+from config import MnistConfig
 from tpu_utils.base.errors import InputError
 from tpu_utils.options import variables
+from tpu_utils.options.environment import command_line
 from tpu_utils.options.variables import SWITCHES, check_variables
 
 WITHOUT_TORCH_XLA = {name: module for name, module in sys.modules.items() if name != "torch_xla"}
@@ -72,3 +75,17 @@ def test_a_command_refuses_them_before_anything_is_compiled(script, tmp_path):
     done = run(script, *options, XLA_USE_BF16=1)
     assert done.returncode == 2 and "XLA_USE_BF16=1, which makes bfloat16" in done.stderr, done.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "before, after", [(signal.default_int_handler, signal.SIG_DFL), (signal.SIG_IGN, signal.SIG_IGN)]
+)
+def test_ctrl_c_during_the_imports_has_no_traceback(monkeypatch, before, after):
+    """A shell says 130 then. What runs in the background under nohup goes on ignoring it."""
+    monkeypatch.setattr("sys.argv", ["simple_mnist_tpu.py", "--device=cpu"])
+    handler = signal.signal(signal.SIGINT, before)
+    try:
+        assert command_line(MnistConfig, "", lambda config: None).device == "cpu"
+        assert signal.getsignal(signal.SIGINT) == after
+    finally:
+        signal.signal(signal.SIGINT, handler)

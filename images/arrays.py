@@ -267,7 +267,7 @@ class TrainBatches:
         self._augment, self._epoch, self._order = augment, -1, np.empty(0, int)
         if augment:  # what cannot be augmented is refused here
             image, *_, label = dataset.first(1)
-            self._per_pixel = label.ndim > 2
+            self._per_pixel = label.ndim > 2 and label.shape[-2:] == image.shape[-2:]
             self.augmented(0, np.repeat(image, config.global_batch_size // num_parts, axis=0))
 
     def ids(self, index: int) -> np.ndarray:

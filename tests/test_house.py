@@ -168,8 +168,8 @@ def test_a_copy_is_two_files_and_two_folders(script):
     beside = {street_of(name) for name in found} - {script}
     data = "language" if script == "transformer_tpu" else "images"
     assert beside == {"tpu_utils", data, *(["config"] if data == "images" else [])}
-    limits = {"simple_mnist_tpu": (26, 4386), "transformer_tpu": (36, 5892), "resnet_cifar_tpu": (28, 4651)}
-    modules, lines = limits.get(script, (27, 4512))
+    limits = {"simple_mnist_tpu": (26, 4387), "transformer_tpu": (36, 5894), "resnet_cifar_tpu": (28, 4652)}
+    modules, lines = limits.get(script, (27, 4513))
     assert len(found) <= modules
     assert sum(len(OURS[name].read_text().splitlines()) for name in found) <= lines
 

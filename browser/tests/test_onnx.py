@@ -80,7 +80,6 @@ def test_a_prompt_in_chunks_and_token_by_token_has_pytorchs_logits(source, expor
         np.testing.assert_allclose(found, expected[at], atol=1e-4 * expected.abs().max().item())
 
 
-@pytest.mark.slow
 def test_an_end_that_only_the_models_configuration_names_goes_out(source, tmp_path):
     theirs = shutil.copytree(source, tmp_path / "theirs")
     (theirs / "tokenizer_config.json").unlink()
@@ -92,6 +91,7 @@ def test_an_end_that_only_the_models_configuration_names_goes_out(source, tmp_pa
     assert load_tokenizer(str(tmp_path / "out")).stops == {2}
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_said(exported):
     model = OnnxModel(exported)
     with pytest.raises(InputError, match="has 120 tokens and 10 are to follow, but the context is 128"):

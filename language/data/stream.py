@@ -4,7 +4,7 @@ The order is that of a number of lanes, the same for every number of hosts:
 
     files, permuted by (seed, epoch), go one by one to the lane that has the fewest bytes so far
     a lane reads its files one after another, in windows of documents, each shuffled by (seed, epoch, file, window)
-    tokens of a lane: an end token and a document, again and again; rows of T + 1 are sliced from it and overlap by one
+    tokens of a lane: a document and what stands around it, again and again; rows of T + 1 of it overlap by one
     a global batch has global_batch_size / lanes rows of each lane, in the order of the lanes
 
 A host reads the lanes of its rows. Where a lane stands is a Position, of numbers that no host shapes: a checkpoint of

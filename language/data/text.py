@@ -71,6 +71,11 @@ def read_documents(path: Path, separator: str = "") -> list[bytes]:
         except UnicodeDecodeError as error:
             at = error.start
             raise InputError(f"{file}: not UTF-8 (byte {content[at]:#x} at {at}); convert it first") from None
+        if (at := content.find(0)) >= 0:
+            raise InputError(
+                f"{file}: a byte 0 at {at}, as UTF-16 has many; expected UTF-8 text; convert it first, such as by "
+                "iconv --from-code UTF-16LE --to-code UTF-8"
+            )
         if file.suffix in (".json", ".jsonl"):
             tell_once(f"as text    {path}: JSON with its quotes and brackets; --dataset stream reads the texts in it")
         if divider:

@@ -49,13 +49,13 @@ def open_source(
     longest = 0
     if llmc:
         shape, stacked = read_model(Path(llmc))
-        own = ""
+        own = tokenizer_by_size(shape.vocab_size, [])
         dtype = torch.float32
         read = split_layers(stacked).__getitem__
     elif hf:
         weights = open_weights(Path(hf))
         shape = weights.shape
-        own = hf if Path(hf, "tokenizer.json").exists() else ""
+        own = hf if Path(hf, "tokenizer.json").exists() else tokenizer_by_size(shape.vocab_size, [Path(hf)])
         read = weights.read
         dtype = torch.bfloat16 if weights.kind("final_ln_weight").dtype == torch.bfloat16 else torch.float32
     else:
@@ -66,7 +66,7 @@ def open_source(
         read = lambda name: read_merged(saved, name, trained)  # noqa: E731
         dtype, of_run = getattr(torch, trained.precision), trained.chat_format
         trained_here = saved.step > 0  # at step 0 tools.convert_hf has made it
-    name = tokenizer or own or tokenizer_by_size(shape.vocab_size, [Path(hf)] if hf else [])
+    name = tokenizer or own
     tokenizer = Numbers(shape.vocab_size) if name in ("", "numbers") else load_tokenizer(name)
     # our training puts an end token before each document; a model from elsewhere gets what its tokenizer puts around
     start = tokenizer.end if tokenizer.begin is None and trained_here else tokenizer.begin

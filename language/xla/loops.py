@@ -117,13 +117,14 @@ def sums_over_parts(model, function: Callable, sums: list, constants: list, part
     sums of its own, and these are added up once, after the loop. The partitioner would do it in each turn.
     """
     mesh = model.mesh
-    before = {name: (id(buffer), buffer._version) for name, buffer in model.named_buffers()}
+    before = {name: (buffer, buffer._version) for name, buffer in model.named_buffers()}
 
     def add(carry, part):
         constants = carry[len(sums) :]
         found = function(constants, part)
         for name, buffer in model.named_buffers() if IS_XLA else ():
-            if before.get(name) != (id(buffer), buffer._version):  # written on placeholders, once for all turns
+            was, version = before.get(name, (None, 0))
+            if was is not buffer or version != buffer._version:  # written on placeholders, once for all turns
                 raise InputError(
                     f"buffer {name} changes with --gradient_accumulation_steps, in a loop of the graph; expected one "
                     "that stays; leave accumulation out, or change it after the sums"

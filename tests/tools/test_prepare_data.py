@@ -217,6 +217,7 @@ def test_shards_of_a_tokenizer_json(tmp_path, capsys, vocab_size):
         (lambda p: None, [], "no such file"),
         (lambda p: p.write_text(""), [], "empty; expected UTF-8 text"),
         (lambda p: p.write_bytes(b"\xff\xfe"), [], "not UTF-8"),
+        (lambda p: p.write_text("to be", "utf-16-le"), [], "a byte 0 at 1, as UTF-16 has many; expected UTF-8"),
         (lambda p: p.write_text("x"), ["--validation_fraction", "1.5"], "expected 0 <= validation_fraction < 1"),
         (lambda p: p.write_text(""), ["--hellaswag"], "0 questions; expected 1 to 65536"),
         (lambda p: p.write_text(DEEP + "\n"), ["--hellaswag"], "question: it is nested too deep"),

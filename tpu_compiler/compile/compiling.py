@@ -99,9 +99,9 @@ def hlo_of_text(text: str) -> bytes:
     if HOST in header:
         raise ValueError(f"an argument or a result lies in the host's memory: {ON_HOST}")
     text = text.replace(header, re.sub(rf"{OVERWRITTEN},? ?", "", header), 1)
-    numbers = itertools.count(1)
+    numbers = itertools.count(1 + max(map(int, re.findall(r"\bchannel_id=(\d+)", text)), default=0))
     collective = rf"( (?:{'|'.join(COLLECTIVES)})(?:-start)?\(.*\bchannel_id=)\d+"
-    text = re.sub(collective, lambda found: f"{found[1]}{next(numbers)}", text)  # as in hlo_of_stablehlo()
+    text = re.sub(collective, lambda found: f"{found[1]}{next(numbers)}", text)  # as number_collectives()
     module = _jax.hlo_module_from_text(text)
     return module.as_serialized_hlo_module_proto()
 
@@ -150,7 +150,7 @@ def number_collectives(module: ir.Module) -> None:
     what tells the pieces of one collective, which the compiler takes apart, from those of another. A function with
     collectives that is called again is a copy from then on: the compiler would put the same channel in each place."""
     functions = {str(o.attributes["sym_name"]).strip('"'): o.operation for o in module.body.operations}
-    numbers = itertools.count(1)
+    numbers = itertools.count(1 << 20)  # sends and what receives them keep theirs
     called = set()
 
     def look(operation: ir.Operation) -> ir.WalkResult:

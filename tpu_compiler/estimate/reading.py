@@ -5,11 +5,11 @@ compiler's own cost model: good for comparing two programs, not a measurement.
 """
 
 import dataclasses
+import itertools
 import math
 import operator
 import re
 from collections import Counter
-from functools import cache
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 COLLECTIVES += ("ragged-all-to-all", "collective-broadcast")
@@ -142,19 +142,15 @@ def _times_run(computations: dict[str, list[Operation]]) -> dict[str, int]:
 def called_by(operation: Operation, computations: dict[str, list[Operation]]) -> list[tuple[str, int]]:
     """(computation, how often it runs) of what an operation calls: a loop's body with its turns, and of a conditional
     the longest branch, or all of them before they have prices."""
-    turns = 1
-    if operation.kind == "while":
-        known = turns_of(operation, computations)
-        turns = 1 if known is None else known
-    found = [(called, turns) for called in re.findall(r"(?:calls|body|to_apply)=%?([\w.\-]+)", operation.line)]
+    times = turns_of(operation, computations)[0] if operation.kind == "while" else 1
+    found = [(called, times) for called in re.findall(r"(?:calls|body|to_apply)=%?([\w.\-]+)", operation.line)]
     # called_computations: of a custom call, which is how a collective is handed to the SparseCore of TPU7x
     for several in re.findall(r"called_computations=\{([^}]*)\}", operation.line):
         found += [(called.strip().lstrip("%"), 1) for called in several.split(",")]
-    if branches := branches_of(operation):
-        cycles = {name: cycles_of(name, computations) for name in branches}
-        chosen = [max(branches, key=cycles.get)] if any(cycles.values()) else branches
-        found += [(name, 1) for name in chosen]
-    return found
+    branches = branches_of(operation)
+    if any(one.cycles is not None for name in branches for one in computations.get(name, ())):
+        branches = [max(branches, key=lambda name: cycles_of(name, computations))]
+    return found + [(name, 1) for name in branches]
 
 
 def branches_of(operation: Operation) -> list[str]:
@@ -174,40 +170,47 @@ def cycles_of(name: str, computations: dict[str, list[Operation]]) -> int:
     return total
 
 
-def turns_of(loop: Operation, computations: dict[str, list[Operation]]) -> int | None:
-    """How often a loop runs: as the compiler says, else at most what its condition says of a counter, which begins at 0
-    and grows by 1 where nothing else is known. None: its end depends on values."""
+def turns_of(loop: Operation, computations: dict[str, list[Operation]]) -> tuple[int, bool]:
+    """(how often a loop runs, whether that is known): as the compiler says, else as its condition says of a counter. Of
+    a loop whose end depends on values too, the most; of one without a counter, the largest whole number of its
+    condition, or 1."""
     if known := loop.find(r'"known_trip_count":\{"n":"(\d+)"'):
-        return int(known)
-    named = {role: loop.find(rf"{role}=%?([\w.\-]+)") or "" for role in ("condition", "body")}
-    condition, body = ({o.name: o for o in computations.get(name, ())} for name in named.values())
-    around = next((found for found in computations.values() if any(one is loop for one in found)), [])
-    begun = operands_of(loop.operands[0], {o.name: o for o in around})
+        return int(known), True
+    condition, body = (
+        {o.name: o for o in computations.get(loop.find(rf"{role}=%?([\w.\-]+)") or "", ())}
+        for role in ("condition", "body")
+    )
+    named = next((found for found in computations.values() if any(one is loop for one in found)), [])
+    around = {o.name: o for o in named}
+    begun = operands_of(loop.operands[0], around)
     carried = next((o.operands for o in body.values() if o.line.lstrip().startswith("ROOT")), [])
-    found = []
+    found, guessed = [], []  # of counters whose step is known, and of others, which grow by 1
     for compare in (o for o in condition.values() if o.kind == "compare"):
         sides = [condition.get(name) for name in compare.operands]
         numbers = [side and whole_number(side.name, condition) for side in sides]
         if None not in numbers or numbers == [None, None]:
             continue
         left = numbers[0] is None
-        place = sides[0 if left else 1].find(r"get-tuple-element\(.*, index=(\d+)")
+        counter = sides[0 if left else 1]
+        place = counter and counter.find(r"get-tuple-element\(.*, index=(\d+)")
         if place is None:
             continue
         place, bound = int(place), numbers[1 if left else 0]
-        start = whole_number(begun[place], {o.name: o for o in around}) if place < len(begun) else 0
-        kind, by = change_of(carried[place] if place < len(carried) else "", body)
+        start = whole_number(begun[place], around) if place < len(begun) else None
+        change = change_of(carried[place] if place < len(carried) else "", body)
         direction = compare.find(r"direction=(\w+)")
         direction = direction if left else MIRRORED.get(direction, direction)
         if start is not None or direction in ("LT", "LE", "NE"):  # else it goes down, nobody knows from where
-            found.append(turns(start or 0, kind, by, direction, bound))
-    known = [number for number in found if number is not None]
-    return min(known) if known else None
+            count = turns(start or 0, *(change or ("add", 1)), direction, bound)
+            (found if change else guessed).append(count)
+    known = [count for count in found or guessed if count is not None]
+    if known:
+        return (max if any(o.kind == "or" for o in condition.values()) else min)(known), True
+    return max([1, *(whole_number(name, condition) or 1 for name in condition)]), False
 
 
 COMPARED = dict(LT=operator.lt, LE=operator.le, GT=operator.gt, GE=operator.ge, NE=operator.ne)
 MIRRORED = dict(LT="GT", GT="LT", LE="GE", GE="LE")
-CHANGED = {"add": operator.add, "subtract": operator.sub, "multiply": operator.mul}
 
 
 def operands_of(name: str, named: dict[str, Operation]) -> list[str]:
@@ -223,36 +226,41 @@ def whole_number(name: str, named: dict[str, Operation]) -> int | None:
     return None if found is None else int(found)
 
 
-def change_of(name: str, body: dict[str, Operation]) -> tuple[str, int]:
-    """How the body of a loop changes its counter: ("add", 1) where it is not said."""
+def change_of(name: str, body: dict[str, Operation]) -> tuple[str, int] | None:
+    """How the body of a loop changes its counter, such as ("add", 1); None: by what is computed."""
     while name in body and body[name].base in ("copy", "copy-done", "bitcast") and body[name].operands:
         name = body[name].operands[0]
-    if name in body and body[name].kind in CHANGED:
-        numbers = [number for part in body[name].operands if (number := whole_number(part, body)) is not None]
-        if numbers:
-            return body[name].kind, numbers[0]
-    return "add", 1
+    if name not in body or body[name].kind not in ("add", "subtract", "multiply"):
+        return None
+    numbers = [number for part in body[name].operands if (number := whole_number(part, body)) is not None]
+    return (body[name].kind, numbers[0]) if numbers else None
 
 
-@cache
 def turns(start: int, kind: str, by: int, direction: str, bound: int) -> int | None:
-    """How often a counter changes until it is not in that direction of the bound; None: not within a million times."""
-    count = 0
-    while direction in COMPARED and COMPARED[direction](start, bound):
-        start, count = CHANGED[kind](start, by), count + 1
-        if count > 1_000_000:
-            return None
-    return count if direction in COMPARED else None
+    """How often a counter changes until it is not in that direction of the bound; None: never, or nobody can say."""
+    if direction not in COMPARED:
+        return None
+    if kind == "multiply":
+        values = itertools.takewhile(lambda value: abs(value) < 2**63, (start * by**n for n in range(64)))
+        return next((n for n, value in enumerate(values) if not COMPARED[direction](value, bound)), None)
+    by = -by if kind == "subtract" else by
+    if not COMPARED[direction](start, bound):
+        return 0
+    beyond = {"LE": 1, "GE": -1}.get(direction, 0)
+    left = bound + beyond - start
+    if by == 0 or left * by < 0 or (direction == "NE" and left % by):
+        return None
+    return -(-abs(left) // abs(by))
 
 
 def assumed(computations: dict[str, list[Operation]]) -> list[str]:
     """What is taken to be so of loops and conditionals, because the program does not say it."""
     operations = [operation for _, _, found in scheduled(computations) for operation in found]
     loops = [operation for operation in operations if operation.kind == "while"]
-    endless = sum(turns_of(loop, computations) is None for loop in loops)
+    endless = sum(not turns_of(loop, computations)[1] for loop in loops)
     either = sum(bool(branches_of(operation)) for operation in operations)
-    said = [f"loops that end by values: {endless} of {len(loops)}, each counted as one turn"] if endless else []
-    return said + ([f"conditionals: {either}, of each its longest branch"] if either else [])
+    said = [f"loops that end by values: {endless} of {len(loops)}, counted by a number in their condition, or once"]
+    return said * bool(endless) + [f"conditionals: {either}, of each its longest branch"] * bool(either)
 
 
 def shape_bytes(shape: str, padded: bool = True) -> list[int]:

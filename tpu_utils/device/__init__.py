@@ -36,10 +36,11 @@ if TYPE_CHECKING:
 
 
 def _swap_tensors(old: torch.Tensor, new: torch.Tensor, swap: Callable = torch.utils.swap_tensors) -> None:
-    """With the attributes and hooks of the old one, which torch 2.9 swaps away (torch/utils/__init__.py)."""
+    """With the hooks of the old one and those of its attributes that the new one has not, which torch 2.9 swaps away
+    (torch/utils/__init__.py)."""
     attributes, hooks, after = dict(vars(old)), old._backward_hooks, old._post_accumulate_grad_hooks
     swap(old, new)
-    vars(old).update(attributes)
+    vars(old).update(attributes | vars(old))
     old._backward_hooks, old._post_accumulate_grad_hooks = hooks, after
 
 

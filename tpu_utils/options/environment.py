@@ -36,7 +36,7 @@ def command_line(
     from tpu_utils.base.restarts import end_with_torchrun  # only here, once
 
     end_with_torchrun()
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if issubclass(config_class, Options) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the run has its own: no traceback of the imports
     found = []
 

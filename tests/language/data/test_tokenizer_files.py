@@ -5,6 +5,7 @@ import json
 import random
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -175,6 +176,14 @@ def test_another_vocabulary_of_gpt2s_size_is_not_gpt2s(tmp_path):
     (tmp_path / "sentencepiece" / "tokenizer.model").write_bytes(b"x")
     found = [tokenizer_by_size(50257, [tmp_path / name]) for name in ("theirs", "other", "sentencepiece", "none")]
     assert found == ["gpt2", "", "", "gpt2"] and tokenizer_by_size(257, []) == "bytes"
+
+
+@pytest.mark.parametrize("name, kind", [("other", "Numbers"), ("theirs", "FromFile")])
+def test_nobody_guesses_against_what_a_run_says(tmp_path, monkeypatch, name, kind):
+    config = TransformerConfig(dataset="tokens", train_data="a", vocab_size=50257)
+    monkeypatch.setattr(sources, "read_run", lambda run_dir, checkpoint: (config, SimpleNamespace(step=1)))
+    monkeypatch.setattr(sources, "tokenizer_of_run", lambda run_dir, config: {"other": "", "theirs": "gpt2"}[name])
+    assert type(sources.open_source(run_dir=str(tmp_path)).tokenizer).__name__ == kind
 
 
 def test_a_tokenizer_that_puts_a_space_before_each_text_is_named(base, tmp_path):

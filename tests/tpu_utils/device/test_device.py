@@ -99,6 +99,10 @@ def test_hooks_and_attributes_of_a_parameter_move_with_it():
         gradients.append((model.weight.grad.cpu().tolist(), model.bias.grad.cpu().tolist()))
         masked.remove()
     assert gradients == [([[0, 0]], [3]), ([[1, 1]], [3])]
+    old, new = torch.zeros(2), torch.ones(2)
+    old.mark, old.inner, new.inner = "kept", "old", "new"  # a subclass keeps what it holds so
+    torch.utils.swap_tensors(old, new)
+    assert (old.mark, old.inner, old[0]) == ("kept", "new", 1)
 
 
 # ------------------------------------------------------------------------------- the model, before anything is compiled

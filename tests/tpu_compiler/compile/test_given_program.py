@@ -157,7 +157,7 @@ def test_each_collective_has_a_channel_of_its_own(tmp_path):
     text = text.replace("HloModule m,", "HloModule m, num_partitions=8,")
     (tmp_path / "summed.txt").write_text("// a comment\n\n" + text)
     read = read_program(tmp_path / "summed.txt")
-    assert channels(read.hlo) == ["1", "2"] and read.partitions == 8, "its header counts behind a comment too"
+    assert len({*channels(read.hlo)}) == 2 and read.partitions == 8, "its header counts behind a comment too"
 
 
 def test_what_cannot_be_asked(programs, forked, capsys, tmp_path):

@@ -133,7 +133,7 @@ from tpu_utils.step.graphs import FirstStep
 NEUTRAL = {"repetition_penalty": 1, "no_repeat_ngram_size": 0} | dict.fromkeys(
     ("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
 )
-"""Of generation_config.json what changes the greedy tokens of transformers and is not done here; its value for none."""
+"""What changes the greedy tokens of transformers and is not done here; the value that changes nothing."""
 
 
 def tell_not_done(folder: Path) -> None:

@@ -7,9 +7,9 @@ Reads HLO text, no torch. The rates are shares of a v6e's peaks that steps and k
 import re
 from functools import cache
 
+from tpu_compiler.estimate.operation import Operation
 from tpu_compiler.estimate.reading import (
     COLLECTIVES,
-    Operation,
     called_by,
     collectives_in,
     lines_of,

@@ -4,23 +4,15 @@ Everything is read from the text that the compiler returns; nothing here needs t
 compiler's own cost model: good for comparing two programs, not a measurement.
 """
 
-import dataclasses
-import itertools
 import math
-import operator
 import re
 from collections import Counter
 
+from tpu_compiler.estimate.loop_turns import turns_of
+from tpu_compiler.estimate.operation import Operation
+
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 COLLECTIVES += ("ragged-all-to-all", "collective-broadcast")
-# operations that take no time of their own, or whose time is that of the computation they call
-FREE = frozenset(
-    "parameter constant tuple get-tuple-element bitcast partition-id replica-id after-all iota opt-barrier "
-    "add-dependency async-start async-update async-done copy-done slice-done send-done recv-done call while "
-    "conditional all-reduce-done all-gather-done collective-permute-done".split()
-)
-
-
 # operations whose result can be small although they are costly: counted whatever its size
 WEIGHTY = frozenset((*COLLECTIVES, "custom-call", "sort", "reduce", "reduce-window", "convolution", "dot", "fusion"))
 
@@ -34,64 +26,6 @@ MEGASCALE = {
 
 HOST = "S(5)"
 """In the layout of an array that lies in the host's memory."""
-
-
-NO_ESTIMATE = 2**63 - 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Operation:
-    name: str
-    type: str  # "f32[64,32]{1,0:T(8,128)}" or a tuple of such
-    kind: str
-    line: str
-
-    def find(self, pattern: str) -> str | None:
-        match = re.search(pattern, self.line)
-        return match and match[1]
-
-    @property
-    def cycles(self) -> int | None:
-        """The compiler's estimate. None where it has none; libtpu 0.0.52 then writes the largest number there is."""
-        estimate = self.find(r'"estimated_cycles":"(\d+)"')
-        return int(estimate) if estimate and int(estimate) < NO_ESTIMATE else None
-
-    @property
-    def base(self) -> str:
-        """Its kind, of one that is started here and awaited later too: all-gather of all-gather-start."""
-        return self.kind.removesuffix("-start")
-
-    @property
-    def is_free(self) -> bool:
-        """It takes no time of its own: nothing is done, or it awaits what another operation began."""
-        return self.kind in FREE or self.kind.endswith(("-done", "-update"))
-
-    @property
-    def result(self) -> str:
-        """The type of what it makes. Of a -start without the operands and the context that stand beside it."""
-        if not self.kind.endswith("-start") or not self.type.startswith("("):
-            return self.type
-        parts = elements(self.type)
-        return parts[0] if self.base == "copy" or len(parts) < 2 else parts[1]
-
-    @property
-    def operands(self) -> list[str]:
-        """Names of its operands, such as fusion.12."""
-        inside = self.line.partition(f" {self.kind}(")[2]
-        return re.findall(r"%([\w.\-]+)", inside.partition("), ")[0])
-
-
-def elements(shape: str) -> list[str]:
-    """The types in the type of a tuple, which may be tuples."""
-    found = []
-    depth = 0
-    start = 1
-    for place, letter in enumerate(shape):
-        depth += (letter in "([{") - (letter in ")]}")
-        if (letter == "," and depth == 1) or depth == 0:
-            found.append(shape[start:place].strip())
-            start = place + 1
-    return found
 
 
 def lines_of(text: str) -> list[str]:
@@ -170,89 +104,6 @@ def cycles_of(name: str, computations: dict[str, list[Operation]]) -> int:
     return total
 
 
-def turns_of(loop: Operation, computations: dict[str, list[Operation]]) -> tuple[int, bool]:
-    """(how often a loop runs, whether that is known): as the compiler says, else as its condition says of a counter. Of
-    a loop whose end depends on values too, the most; of one without a counter, the largest whole number of its
-    condition, or 1."""
-    if known := loop.find(r'"known_trip_count":\{"n":"(\d+)"'):
-        return int(known), True
-    condition, body = (
-        {o.name: o for o in computations.get(loop.find(rf"{role}=%?([\w.\-]+)") or "", ())}
-        for role in ("condition", "body")
-    )
-    named = next((found for found in computations.values() if any(one is loop for one in found)), [])
-    around = {o.name: o for o in named}
-    begun = operands_of(loop.operands[0], around)
-    carried = next((o.operands for o in body.values() if o.line.lstrip().startswith("ROOT")), [])
-    found, guessed = [], []  # of counters whose step is known, and of others, which grow by 1
-    for compare in (o for o in condition.values() if o.kind == "compare"):
-        sides = [condition.get(name) for name in compare.operands]
-        numbers = [side and whole_number(side.name, condition) for side in sides]
-        if None not in numbers or numbers == [None, None]:
-            continue
-        left = numbers[0] is None
-        counter = sides[0 if left else 1]
-        place = counter and counter.find(r"get-tuple-element\(.*, index=(\d+)")
-        if place is None:
-            continue
-        place, bound = int(place), numbers[1 if left else 0]
-        start = whole_number(begun[place], around) if place < len(begun) else None
-        change = change_of(carried[place] if place < len(carried) else "", body)
-        direction = compare.find(r"direction=(\w+)")
-        direction = direction if left else MIRRORED.get(direction, direction)
-        if start is not None or direction in ("LT", "LE", "NE"):  # else it goes down, nobody knows from where
-            count = turns(start or 0, *(change or ("add", 1)), direction, bound)
-            (found if change else guessed).append(count)
-    known = [count for count in found or guessed if count is not None]
-    if known:
-        return (max if any(o.kind == "or" for o in condition.values()) else min)(known), True
-    return max([1, *(whole_number(name, condition) or 1 for name in condition)]), False
-
-
-COMPARED = dict(LT=operator.lt, LE=operator.le, GT=operator.gt, GE=operator.ge, NE=operator.ne)
-MIRRORED = dict(LT="GT", GT="LT", LE="GE", GE="LE")
-
-
-def operands_of(name: str, named: dict[str, Operation]) -> list[str]:
-    """Those of a tuple."""
-    return named[name].operands if name in named and named[name].kind == "tuple" else []
-
-
-def whole_number(name: str, named: dict[str, Operation]) -> int | None:
-    """The constant that an operation is, or is a copy of; None: it is none, or no whole number."""
-    while name in named and named[name].base in ("copy", "copy-done", "bitcast") and named[name].operands:
-        name = named[name].operands[0]
-    found = named[name].find(r" [su]\d+\[\]\S* constant\((-?\d+)\)") if name in named else None
-    return None if found is None else int(found)
-
-
-def change_of(name: str, body: dict[str, Operation]) -> tuple[str, int] | None:
-    """How the body of a loop changes its counter, such as ("add", 1); None: by what is computed."""
-    while name in body and body[name].base in ("copy", "copy-done", "bitcast") and body[name].operands:
-        name = body[name].operands[0]
-    if name not in body or body[name].kind not in ("add", "subtract", "multiply"):
-        return None
-    numbers = [number for part in body[name].operands if (number := whole_number(part, body)) is not None]
-    return (body[name].kind, numbers[0]) if numbers else None
-
-
-def turns(start: int, kind: str, by: int, direction: str, bound: int) -> int | None:
-    """How often a counter changes until it is not in that direction of the bound; None: never, or nobody can say."""
-    if direction not in COMPARED:
-        return None
-    if kind == "multiply":
-        values = itertools.takewhile(lambda value: abs(value) < 2**63, (start * by**n for n in range(64)))
-        return next((n for n, value in enumerate(values) if not COMPARED[direction](value, bound)), None)
-    by = -by if kind == "subtract" else by
-    if not COMPARED[direction](start, bound):
-        return 0
-    beyond = {"LE": 1, "GE": -1}.get(direction, 0)
-    left = bound + beyond - start
-    if by == 0 or left * by < 0 or (direction == "NE" and left % by):
-        return None
-    return -(-abs(left) // abs(by))
-
-
 def assumed(computations: dict[str, list[Operation]]) -> list[str]:
     """What is taken to be so of loops and conditionals, because the program does not say it."""
     operations = [operation for _, _, found in scheduled(computations) for operation in found]
@@ -279,7 +130,7 @@ def shape_bytes(shape: str, padded: bool = True) -> list[int]:
 
 
 def item_bits(dtype: str, layout: str = "") -> int:
-    """Of a number of a type such as bf16, f8e4m3fn, c64, or s4, which has a byte unless its layout says E(4)."""
+    """Bits of a number of a type such as bf16, f8e4m3fn, c64; s4 has a byte unless its layout says E(4)."""
     bits = 8 if dtype == "pred" else int((re.search(r"\d+", dtype) or ["32"])[0])
     return bits if "E(" in layout else max(8, bits)
 

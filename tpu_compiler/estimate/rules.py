@@ -15,11 +15,11 @@ import math
 import re
 from collections import Counter
 
+from tpu_compiler.estimate.operation import Operation
 from tpu_compiler.estimate.reading import (
     COLLECTIVES,
     HOST,
     WEIGHTY,
-    Operation,
     arrays_of,
     collectives_in,
     scheduled,

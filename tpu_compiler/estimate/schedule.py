@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 
-from tpu_compiler.estimate.reading import Operation, called_by, channel_of, collectives_in, list_collectives, scheduled
+from tpu_compiler.estimate.operation import Operation
+from tpu_compiler.estimate.reading import called_by, channel_of, collectives_in, list_collectives, scheduled
 from tpu_compiler.estimate.rules import host_bytes, rule_seconds
 from tpu_utils.base.hardware import Topology
 
